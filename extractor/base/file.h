@@ -1,0 +1,53 @@
+// Files: whole reads, positioned reads and writes, and publishing a file so that it is complete or
+// absent.
+#pragma once
+
+#include <cstdint>
+#include <filesystem>
+#include <span>
+#include <string>
+#include <string_view>
+
+#include "extractor/base/status.h"
+
+namespace statetap {
+
+// An absl::Status for errno with the path in front: NOT_FOUND, PERMISSION_DENIED,
+// RESOURCE_EXHAUSTED (disk full) or INTERNAL.
+absl::Status ErrnoStatus(int error, std::string_view what, const std::filesystem::path& path);
+
+// Owns a descriptor. Move-only. Positioned calls are thread safe.
+class File {
+ public:
+  static absl::StatusOr<File> OpenForRead(const std::filesystem::path& path);
+  // Creates or truncates.
+  static absl::StatusOr<File> Create(const std::filesystem::path& path);
+  // Opens an existing file for reading and writing.
+  static absl::StatusOr<File> OpenForWrite(const std::filesystem::path& path);
+  File(File&& other) noexcept;
+  File& operator=(File&& other) noexcept;
+  ~File();
+
+  absl::StatusOr<int64_t> Size() const;
+  // Fills `to` whole, or OUT_OF_RANGE where the file ends before it.
+  absl::Status ReadAt(int64_t offset, std::span<std::byte> to) const;
+  absl::Status WriteAt(int64_t offset, std::span<const std::byte> from) const;
+  absl::Status Sync() const;
+  int descriptor() const { return descriptor_; }
+  const std::filesystem::path& path() const { return path_; }
+
+ private:
+  File(int descriptor, std::filesystem::path path)
+      : descriptor_(descriptor), path_(std::move(path)) {}
+  int descriptor_ = -1;
+  std::filesystem::path path_;
+};
+
+// The whole file; RESOURCE_EXHAUSTED where it is larger than `max_bytes`.
+absl::StatusOr<std::string> ReadWholeFile(const std::filesystem::path& path,
+                                          int64_t max_bytes = int64_t{1} << 30);
+absl::Status SyncFolder(const std::filesystem::path& folder);
+// Temporary beside it, sync, rename, sync the folder.
+absl::Status WriteFileAtomically(const std::filesystem::path& path, std::string_view content);
+
+}  // namespace statetap

@@ -1,0 +1,62 @@
+#include "extractor/base/json.h"
+
+#include <unordered_set>
+#include <vector>
+
+namespace statetap {
+namespace {
+
+constexpr int kMaxDepth = 512;
+
+}  // namespace
+
+absl::StatusOr<Json> ParseJson(std::string_view text) {
+  std::vector<std::unordered_set<std::string>> keys;
+  std::string fault;
+  const auto callback = [&](int depth, Json::parse_event_t event, Json& parsed) {
+    switch (event) {
+      case Json::parse_event_t::object_start:
+        if (depth > kMaxDepth && fault.empty())
+          fault = fmt::format("nested more than {} levels deep", kMaxDepth);
+        keys.emplace_back();
+        break;
+      case Json::parse_event_t::object_end: keys.pop_back(); break;
+      case Json::parse_event_t::array_start:
+        if (depth > kMaxDepth && fault.empty())
+          fault = fmt::format("nested more than {} levels deep", kMaxDepth);
+        break;
+      case Json::parse_event_t::key: {
+        const auto& key = parsed.get_ref<const std::string&>();
+        if (!keys.back().insert(key).second && fault.empty())
+          fault = fmt::format("key \"{}\" is given twice", key);
+        break;
+      }
+      default: break;
+    }
+    return true;
+  };
+  try {
+    Json value = Json::parse(text.begin(), text.end(), callback);
+    if (!fault.empty()) return absl::InvalidArgumentError(fmt::format("JSON: {}", fault));
+    return value;
+  } catch (const Json::parse_error& error) {
+    // The library's text starts with its own identifier in brackets.
+    std::string_view what = error.what();
+    if (const size_t end = what.find("] "); end != std::string_view::npos)
+      what.remove_prefix(end + 2);
+    return absl::InvalidArgumentError(
+        fmt::format("no valid JSON at byte {}: {}", error.byte, what));
+  }
+}
+
+const Json* FindMember(const Json& object, std::string_view key) {
+  if (!object.is_object()) return nullptr;
+  const auto found = object.find(key);
+  return found == object.end() || found->is_null() ? nullptr : &*found;
+}
+
+std::string DumpJson(const Json& value) {
+  return value.dump(-1, ' ', false, Json::error_handler_t::replace);
+}
+
+}  // namespace statetap

@@ -1,0 +1,25 @@
+// JSON with key order kept and integers apart from floats (10 and 10.0 stay different).
+#pragma once
+
+#include <nlohmann/json.hpp>
+#include <string>
+#include <string_view>
+
+#include "extractor/base/status.h"
+
+namespace statetap {
+
+using Json = nlohmann::ordered_json;
+
+// Parses one JSON value that fills `text`. INVALID_ARGUMENT with the byte offset for bad syntax,
+// bad UTF-8, a key given twice in an object (which reader wins differs between libraries, so we
+// refuse), or nesting beyond 512 levels.
+absl::StatusOr<Json> ParseJson(std::string_view text);
+
+// The member, or null where it is missing or holds null.
+const Json* FindMember(const Json& object, std::string_view key);
+
+// Compact text. Invalid UTF-8 inside strings becomes U+FFFD.
+std::string DumpJson(const Json& value);
+
+}  // namespace statetap

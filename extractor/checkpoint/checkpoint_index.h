@@ -1,0 +1,64 @@
+// A checkpoint folder: its config and where each tensor lies. Headers only; no weights are read, no
+// code of it is run.
+#pragma once
+
+#include <cstdint>
+#include <filesystem>
+#include <map>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "extractor/base/dtype.h"
+#include "extractor/base/status.h"
+#include "extractor/checkpoint/model_config.h"
+
+namespace statetap {
+
+struct TensorInfo {
+  std::string
+      name;  // as ours: "model.layers.3.mlp.gate.weight", "lm_head.weight", without any prefix
+  DType dtype = DType::kBf16;
+  std::vector<int64_t> shape;
+  int file = 0;        // into CheckpointIndex::files()
+  int64_t offset = 0;  // of its first byte in that file
+  int64_t size_bytes = 0;
+};
+
+class CheckpointIndex {
+ public:
+  // `path`: a checkpoint folder, or a Hugging Face cache folder ("models--org--name", its newest
+  // snapshot or the one of refs/main). Reads config.json, the index and every safetensors header;
+  // checks each tensor that the config calls for (present, shape, dtype, inside its file, no
+  // overlap) and that none is left over. INVALID_ARGUMENT or NOT_FOUND names file, tensor, found
+  // and expected.
+  static absl::StatusOr<CheckpointIndex> Open(const std::filesystem::path& path);
+
+  const ModelConfig& config() const { return config_; }
+  const std::filesystem::path& folder() const { return folder_; }
+  const std::vector<std::filesystem::path>& files() const { return files_; }
+  const std::map<std::string, TensorInfo, std::less<>>& tensors() const { return tensors_; }
+  // Null where there is none.
+  const TensorInfo* Find(std::string_view name) const;
+  // True where routed experts are INT4 (weight_packed, weight_scale), false where they are plain
+  // bf16.
+  bool quantized() const { return quantized_; }
+  // Folder name, or org/name of a Hugging Face cache.
+  const std::string& name() const { return name_; }
+  // SHA-256 over the configuration fields that change arithmetic, the tensors' names, shapes,
+  // dtypes and sizes, and a sample of each file's bytes: tells two checkpoints apart in
+  // milliseconds without reading hundreds of gigabytes.
+  const std::string& digest() const { return digest_; }
+  int64_t total_bytes() const;  // of text tensors
+  int64_t parameters() const;   // logical: INT4 weights count one each
+
+ private:
+  ModelConfig config_;
+  std::filesystem::path folder_;
+  std::vector<std::filesystem::path> files_;
+  std::map<std::string, TensorInfo, std::less<>> tensors_;
+  bool quantized_ = false;
+  std::string name_, digest_;
+};
+
+}  // namespace statetap

@@ -1,0 +1,53 @@
+// Tokens in, hidden states out: continuous batching over the model's ranks.
+//
+// Engine::Open loads a checkpoint onto the ranks; Run works until the source ends. One Run at a
+// time; its thread calls source and sink. This is the fault boundary: whatever a device throws
+// below becomes the Status that Run returns, after every rank has stopped.
+#pragma once
+
+#include <filesystem>
+#include <functional>
+#include <memory>
+#include <string>
+
+#include "extractor/checkpoint/checkpoint_index.h"
+#include "extractor/engine/hidden_state_sink.h"
+
+namespace statetap {
+
+struct EngineOptions {
+  std::string backend = "cpu";  // cpu or cuda
+  int ranks = 1;  // must divide the heads, widths and experts: Open says which does not
+  enum class Experts { kExpert, kTensor } experts = Experts::kExpert;
+  int max_seq_len = 0;         // 0: the model's positions
+  int max_batch_tokens = 512;  // tokens of a step, prefill and decode together
+  int max_running = 256;       // samples in flight
+  int64_t kv_cache_bytes = int64_t{1} << 30;
+  double inner_eps = 0;  // of the two inner norms; 0: the config's rms_norm_eps
+  int threads = 0;       // CPU threads of all ranks together; 0: one a core
+  // From 256 tokens on the residual stream is sharded by tokens; kAlways and kNever are for tests.
+  enum class Residual { kAuto, kSharded, kReplicated } residual = Residual::kAuto;
+  std::function<void(double gigabytes_per_second, double fraction)> load_progress;
+};
+
+struct EngineInfo {
+  int64_t weight_bytes = 0, kv_bytes = 0, workspace_bytes = 0;
+  int64_t kv_tokens = 0;  // that fit
+  int max_seq_len = 0;
+};
+
+class Engine {
+ public:
+  static absl::StatusOr<std::unique_ptr<Engine>> Open(const CheckpointIndex& checkpoint,
+                                                      const EngineOptions& options);
+  virtual ~Engine() = default;
+
+  // Runs samples until source.Wait() returns false or source.Stopping(). Not OK: a rank failed;
+  // what ran is neither finished nor failed for the sink, and every later Run returns the same
+  // status.
+  virtual absl::Status Run(SampleSource& source, HiddenStateSink& sink) = 0;
+  virtual const EngineInfo& info() const = 0;
+  virtual const EngineOptions& options() const = 0;
+};
+
+}  // namespace statetap

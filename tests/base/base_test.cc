@@ -1,0 +1,109 @@
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <numeric>
+
+#include "extractor/base/digest.h"
+#include "extractor/base/dtype.h"
+#include "extractor/base/file.h"
+#include "extractor/base/json.h"
+#include "extractor/base/worker_pool.h"
+#include "tests/support/status_matchers.h"
+#include "tests/support/temp_dir.h"
+
+namespace statetap {
+namespace {
+
+using testing::StatusIs;
+
+TEST(Bf16Test, EveryValueSurvivesTheRoundTrip) {
+  for (uint32_t bits = 0; bits < 0x10000; ++bits) {
+    const auto value = static_cast<uint16_t>(bits);
+    const float wide = Bf16ToFloat(value);
+    if (std::isnan(wide)) {
+      EXPECT_TRUE(std::isnan(Bf16ToFloat(FloatToBf16(wide))));
+      EXPECT_FALSE(Bf16IsFinite(value));
+    } else {
+      EXPECT_EQ(FloatToBf16(wide), value);
+      EXPECT_EQ(Bf16IsFinite(value), std::isfinite(wide));
+    }
+  }
+}
+
+TEST(Bf16Test, RoundsToNearestTiesToEven) {
+  EXPECT_EQ(FloatToBf16(1.0f + 0x1p-8f), FloatToBf16(1.0f));                // a tie, down to even
+  EXPECT_EQ(FloatToBf16(1.0f + 3 * 0x1p-8f), FloatToBf16(1.0f + 0x1p-6f));  // a tie, up to even
+  EXPECT_EQ(FloatToBf16(1.0f + 0x1.02p-8f), FloatToBf16(1.0f + 0x1p-7f));
+  EXPECT_EQ(Bf16ToFloat(FloatToBf16(std::numeric_limits<float>::max())),
+            std::numeric_limits<float>::infinity());
+}
+
+TEST(HalfTest, SubnormalsAndSpecials) {
+  EXPECT_EQ(HalfToFloat(0x0001), 0x1p-24f);
+  EXPECT_EQ(HalfToFloat(0x83ff), -1023 * 0x1p-24f);
+  EXPECT_EQ(HalfToFloat(0x3c00), 1.0f);
+  EXPECT_EQ(HalfToFloat(0x7bff), 65504.0f);
+  EXPECT_TRUE(std::isinf(HalfToFloat(0xfc00)));
+  EXPECT_TRUE(std::isnan(HalfToFloat(0x7e00)));
+}
+
+TEST(JsonTest, KeepsKeyOrderAndNumberForms) {
+  auto json = ParseJson(R"({"z": 10, "a": 10.0, "m": 1e22, "k": 18446744073709551615})");
+  ASSERT_OK(json);
+  EXPECT_EQ(DumpJson(*json), R"({"z":10,"a":10.0,"m":1e+22,"k":18446744073709551615})");
+}
+
+TEST(JsonTest, RefusesWhatReadersDisagreeOn) {
+  EXPECT_THAT(ParseJson(R"({"a": 1, "b": {"a": 1}, "a": 2})"),
+              StatusIs(absl::StatusCode::kInvalidArgument, "\"a\" is given twice"));
+  EXPECT_THAT(ParseJson("{\"a\": \"\x80\"}"), StatusIs(absl::StatusCode::kInvalidArgument, "byte"));
+  EXPECT_THAT(ParseJson("{} x"), StatusIs(absl::StatusCode::kInvalidArgument, "byte 4"));
+  EXPECT_THAT(ParseJson(R"("\ud800")"), StatusIs(absl::StatusCode::kInvalidArgument, "byte"));
+  EXPECT_THAT(ParseJson(std::string(100000, '[')),
+              StatusIs(absl::StatusCode::kInvalidArgument, ""));
+}
+
+TEST(FileTest, AtomicWriteReplacesAndLeavesNoTemporary) {
+  testing::TempDir dir;
+  ASSERT_OK(WriteFileAtomically(dir / "a", "one"));
+  ASSERT_OK(WriteFileAtomically(dir / "a", "two"));
+  EXPECT_EQ(*ReadWholeFile(dir / "a"), "two");
+  EXPECT_EQ(std::distance(std::filesystem::directory_iterator(dir.path()), {}), 1);
+}
+
+TEST(FileTest, ErrorsNameThePath) {
+  testing::TempDir dir;
+  EXPECT_THAT(ReadWholeFile(dir / "missing"), StatusIs(absl::StatusCode::kNotFound, "missing"));
+  ASSERT_OK(WriteFileAtomically(dir / "short", "abc"));
+  ASSERT_OK_AND_ASSIGN(const File file, File::OpenForRead(dir / "short"));
+  std::byte buffer[8];
+  EXPECT_THAT(file.ReadAt(0, buffer), StatusIs(absl::StatusCode::kOutOfRange, "ends at byte 3"));
+  EXPECT_THAT(ReadWholeFile(dir / "short", 2),
+              StatusIs(absl::StatusCode::kResourceExhausted, "at most 2"));
+}
+
+TEST(DigestTest, KnownValues) {
+  EXPECT_EQ(Sha256Hex("abc"), "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad");
+  const std::string text(100000, 'x');
+  Xxh3 pieces;
+  pieces.Update(std::as_bytes(std::span(text).first(777)));
+  pieces.Update(std::as_bytes(std::span(text).subspan(777)));
+  EXPECT_EQ(pieces.Digest(), Xxh3Of(std::as_bytes(std::span(text))));
+  EXPECT_EQ(HexOf(0xab), "00000000000000ab");
+}
+
+TEST(WorkerPoolTest, CoversEveryIndexOnce) {
+  for (const int threads : {1, 2, 5}) {
+    WorkerPool pool(threads);
+    for (const int64_t count : {0, 1, 2, 3, 4, 5, 100}) {
+      std::vector<int> hits(static_cast<size_t>(count));
+      pool.ParallelFor(count, [&](int64_t begin, int64_t end, int) {
+        for (int64_t i = begin; i < end; ++i) ++hits[static_cast<size_t>(i)];
+      });
+      EXPECT_EQ(std::accumulate(hits.begin(), hits.end(), int64_t{0}), count);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace statetap
