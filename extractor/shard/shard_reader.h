@@ -1,0 +1,55 @@
+// Reads a shard. Every bound is checked: a damaged file gives an error that names it, in bounded
+// time and memory.
+#pragma once
+
+#include <cstdint>
+#include <filesystem>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "extractor/base/status.h"
+#include "extractor/shard/shard_writer.h"
+#include "extractor/shard/statistics.h"
+
+namespace statetap {
+
+// One row of the sample table, without its tokens.
+struct SampleEntry {
+  std::string id, source, meta_json, split, digest, finish_reason;
+  int64_t first_row = 0, rows = 0;
+  int32_t prompt_tokens = 0;
+  bool truncated = false;
+  int64_t source_index = 0;
+  uint64_t checksum = 0;
+};
+
+class ShardReader {
+ public:
+  static absl::StatusOr<std::unique_ptr<ShardReader>> Open(const std::filesystem::path& path);
+  virtual ~ShardReader() = default;
+
+  virtual const std::filesystem::path& path() const = 0;
+  virtual const ShardConfig& config() const = 0;
+  virtual const std::vector<SampleEntry>& samples() const = 0;
+  virtual int64_t rows() const = 0;
+  // XXH3 over the checksums in the sample table.
+  virtual std::string digest() const = 0;
+  // Ids, mask, logprobs, entropies and the rest of a sample.
+  virtual absl::StatusOr<SampleRecord> ReadRecord(int64_t sample) const = 0;
+  // Rows [first_row, first_row + to.size() / hidden) of the shard at
+  // config().boundaries[boundary_index], straight from the file. Thread safe.
+  virtual absl::Status ReadStates(int boundary_index, int64_t first_row,
+                                  std::span<uint16_t> to) const = 0;
+  virtual absl::StatusOr<std::vector<BoundaryStatistics>> ReadStatistics() const = 0;
+  // Re-reads everything: indices of samples whose checksum is wrong.
+  virtual absl::StatusOr<std::vector<int64_t>> Verify() const = 0;
+};
+
+// XXH3 over: the ids (int32), mask (uint8), logprobs, entropies (f32), then each boundary's rows
+// (bf16), all little endian as stored.
+uint64_t SampleChecksum(const SampleRecord& sample,
+                        std::span<const std::span<const uint16_t>> states);
+
+}  // namespace statetap

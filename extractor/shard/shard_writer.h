@@ -1,0 +1,78 @@
+// Writes one shard: an HDF5 file of whole samples, complete or absent. docs/shard-format.md
+// describes the file. Not thread safe; writers of different files may work at once.
+#pragma once
+
+#include <cstdint>
+#include <filesystem>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "extractor/base/json.h"
+#include "extractor/base/status.h"
+#include "extractor/shard/statistics.h"
+
+namespace statetap {
+
+// A sample without its states.
+struct SampleRecord {
+  std::string id;
+  std::string source;
+  std::string meta_json;           // an object of scalars, or empty
+  std::string split = "train";     // train or eval
+  std::string digest;              // of its content as submitted
+  std::vector<int32_t> input_ids;  // [tokens]
+  std::vector<uint8_t> loss_mask;  // [tokens], 0 or 1
+  std::vector<float> logprobs;     // [tokens] or empty: all NaN
+  std::vector<float> entropies;    // [tokens] or empty: all NaN
+  int32_t prompt_tokens = 0;
+  std::string finish_reason;  // stop, length or prefill
+  bool truncated = false;
+  int64_t source_index = 0;  // place among the job's submitted samples
+};
+
+// What holds for a whole shard.
+struct ShardConfig {
+  std::string job;
+  std::string model_name, model_digest, quantization;
+  int hidden = 0, layers = 0;
+  std::vector<int> boundaries;  // ascending, the final one (== layers) included if stored
+  double rms_norm_eps = 0, inner_eps = 0;
+  std::string rope_json;  // the rope parameters as a JSON object
+  std::string tokenizer_digest, template_name, template_digest;
+  bool thinking = true;
+  std::string options_json;  // the job's options, whole
+  std::string producer;      // "statetap 0.1.0"
+};
+
+struct ShardSummary {
+  std::filesystem::path path;
+  int64_t samples = 0, rows = 0, bytes = 0;
+  std::string digest;  // XXH3 over the samples' checksums in order, hex
+};
+
+class ShardWriter {
+ public:
+  struct Options {
+    int rows_per_chunk = 0;  // 0: about 1 MiB, and every chunk a multiple of 4 KiB
+  };
+  // `path` ends in ".h5"; "<path>.partial" is written until Commit. ALREADY_EXISTS where `path` is
+  // there.
+  static absl::StatusOr<std::unique_ptr<ShardWriter>> Create(const std::filesystem::path& path,
+                                                             const ShardConfig& config,
+                                                             const Options& options);
+  virtual ~ShardWriter() = default;  // without Commit: removes the partial file
+
+  // states[i]: bf16 [tokens, hidden] of config.boundaries[i]. INVALID_ARGUMENT where sizes do not
+  // fit (nothing is written then); any other failure makes every later call return the same status.
+  virtual absl::Status Append(const SampleRecord& sample,
+                              std::span<const std::span<const uint16_t>> states) = 0;
+  // Flushes, syncs, reopens and verifies, renames, syncs the folder.
+  virtual absl::StatusOr<ShardSummary> Commit() = 0;
+  virtual int64_t states_bytes() const = 0;  // so far
+  virtual int64_t samples() const = 0;
+  virtual const std::vector<BoundaryStatistics>& statistics() const = 0;  // by boundary
+};
+
+}  // namespace statetap
