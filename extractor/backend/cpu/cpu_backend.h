@@ -12,7 +12,7 @@
 
 namespace statetap::cpu {
 
-class CpuBackend final : public Backend {
+class CpuBackend : public Backend {
  public:
   CpuBackend(int rank, std::shared_ptr<SharedGroup> group, int threads)
       : communicator_(rank, std::move(group)), pool_(threads) {}

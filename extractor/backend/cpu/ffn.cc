@@ -13,7 +13,7 @@ namespace {
 float Silu(float x) { return x / (1.0f + std::exp(-x)); }
 
 // Keeps the groups worth most: a group's worth is the sum of its two best biased scores
-// (DeepSeek-V3 report, §2.1.2). Others get 0, as in the reference.
+// (DeepSeek-V3 report, §2.1.2). Others are out, whatever their bias: −∞, not 0.
 void MaskGroups(std::span<float> biased, int num_groups, int top_groups) {
   const size_t size = biased.size() / static_cast<size_t>(num_groups);
   std::vector<float> worth(static_cast<size_t>(num_groups));
@@ -30,7 +30,7 @@ void MaskGroups(std::span<float> biased, int num_groups, int top_groups) {
   std::stable_sort(order.begin(), order.end(),
                    [&](size_t a, size_t b) { return worth[a] > worth[b]; });
   for (size_t i = static_cast<size_t>(top_groups); i < order.size(); ++i) {
-    std::fill_n(biased.begin() + static_cast<int64_t>(order[i] * size), size, 0.0f);
+    std::fill_n(biased.begin() + static_cast<int64_t>(order[i] * size), size, -INFINITY);
   }
 }
 

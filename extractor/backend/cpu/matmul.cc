@@ -82,6 +82,27 @@ STATETAP_VECTOR_CLONES void AxpyClones(float scale, const float* x, float* y, in
   for (int i = 0; i < n; ++i) y[i] += scale * x[i];
 }
 
+STATETAP_VECTOR_CLONES void DotsClones(const float* a, const float* rows, int64_t stride, int count,
+                                       int n, float* out) {
+  int i = 0;
+  for (; i + 4 <= count; i += 4) {
+    const float* four[4] = {rows + i * stride, rows + (i + 1) * stride, rows + (i + 2) * stride,
+                            rows + (i + 3) * stride};
+    Tile<1, 4>(&a, four, n, out + i);
+  }
+  for (; i < count; ++i) {
+    const float* row = rows + i * stride;
+    Tile<1, 1>(&a, &row, n, out + i);
+  }
+}
+STATETAP_VECTOR_CLONES void AxpyRowsClones(const float* scales, const float* rows, int64_t stride,
+                                           int count, int n, float* y) {
+  for (int i = 0; i < count; ++i) {
+    const float* row = rows + i * stride;
+    for (int j = 0; j < n; ++j) y[j] += scales[i] * row[j];
+  }
+}
+
 // Two weight rows (the same one twice at an odd end) against a block of tokens.
 void MultiplyPair(const MatMulParams& p, const float* const* w, int64_t o, int64_t rows, int64_t t0,
                   int64_t t1) {
@@ -107,6 +128,12 @@ void MultiplyPair(const MatMulParams& p, const float* const* w, int64_t o, int64
 
 float Dot(const float* a, const float* b, int n) { return Dot1(a, b, n); }
 void Axpy(float scale, const float* x, float* y, int n) { AxpyClones(scale, x, y, n); }
+void Dots(const float* a, const float* rows, int64_t stride, int count, int n, float* out) {
+  DotsClones(a, rows, stride, count, n, out);
+}
+void AxpyRows(const float* scales, const float* rows, int64_t stride, int count, int n, float* y) {
+  AxpyRowsClones(scales, rows, stride, count, n, y);
+}
 
 void MatMul(const MatMulParams& p, WorkerPool& pool) {
   if (p.num_rows == 0) return;

@@ -15,6 +15,10 @@ namespace statetap::cpu {
 float Dot(const float* a, const float* b, int n);
 // y += scale * x
 void Axpy(float scale, const float* x, float* y, int n);
+// out[i] = Dot(a, row i), for `count` rows that lie `stride` floats apart.
+void Dots(const float* a, const float* rows, int64_t stride, int count, int n, float* out);
+// y += scales[i] * row i, one row after the other.
+void AxpyRows(const float* scales, const float* rows, int64_t stride, int count, int n, float* y);
 
 // Writes weight row `row` as fp32 into to[0, cols).
 using RowReader = std::function<void(int64_t row, float* to)>;
