@@ -7,6 +7,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <span>
 
 #include "extractor/base/worker_pool.h"
 
@@ -35,5 +36,7 @@ struct MatMulParams {
   int64_t y_stride;
 };
 void MatMul(const MatMulParams& params, WorkerPool& pool);
+// Several at once: the pool splits all their weight rows together.
+void MatMuls(std::span<const MatMulParams> products, WorkerPool& pool);
 
 }  // namespace statetap::cpu
