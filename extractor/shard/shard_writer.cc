@@ -133,6 +133,7 @@ class Writer : public ShardWriter {
   absl::Status FinishHdf5();
   absl::Status WriteFooter();
   absl::StatusOr<ShardSummary> Reopen() const;
+  std::vector<int64_t> SamplesToReadBack() const;
   absl::Status Publish() const;
   absl::StatusOr<ShardSummary> CommitSteps();
   absl::Status Fail(const absl::Status& status);
@@ -292,10 +293,7 @@ absl::StatusOr<ShardSummary> Writer::Reopen() const {
                                              file_.path().string(), dataset.path));
     }
   }
-  const int64_t checks =
-      options_.read_back == ReadBack::kAll ? samples() : std::min(samples(), kSomeSamples);
-  for (int64_t i = 0; i < checks; ++i) {
-    const int64_t sample = checks == 1 ? 0 : i * (samples() - 1) / (checks - 1);
+  for (const int64_t sample : SamplesToReadBack()) {
     STATETAP_ASSIGN_OR_RETURN(const bool sound, reader->VerifySample(sample));
     if (!sound) {
       return absl::DataLossError(fmt::format("{}: sample \"{}\" reads back with another checksum",
@@ -306,6 +304,22 @@ absl::StatusOr<ShardSummary> Writer::Reopen() const {
   STATETAP_ASSIGN_OR_RETURN(const int64_t bytes, file_.Size());
   return ShardSummary{
       .samples = samples(), .rows = rows_, .bytes = bytes, .digest = reader->digest()};
+}
+
+std::vector<int64_t> Writer::SamplesToReadBack() const {
+  std::vector<int64_t> chosen;
+  if (options_.read_back == ReadBack::kAll) {
+    for (int64_t sample = 0; sample < samples(); ++sample) chosen.push_back(sample);
+    return chosen;
+  }
+  const int64_t step = std::max<int64_t>(1, samples() / kSomeSamples);
+  int64_t rows = 0;
+  for (int64_t sample = samples() - 1; sample >= 0; sample -= step) {  // the last one always
+    rows += samples_[static_cast<size_t>(sample)].rows;
+    if (!chosen.empty() && rows > rows_ / 50) break;
+    chosen.push_back(sample);
+  }
+  return chosen;
 }
 
 absl::Status Writer::Publish() const {
