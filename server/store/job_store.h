@@ -145,6 +145,8 @@ class JobStore {
   absl::Status AbandonJob(int64_t key);
 
   // --- Work.
+  // Of a queued job; nothing happens to others (one that came to wait a moment ago goes on
+  // waiting).
   absl::Status MarkRunning(int64_t key);
   // The job cannot go on: `message` says why and what would help. Nothing happens to a job that has
   // ended, here and in the following.

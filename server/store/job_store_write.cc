@@ -243,7 +243,7 @@ absl::Status JobStore::MarkRunning(int64_t key) {
   return Transact(key, [&] {
     return write_.Run(
         "UPDATE jobs SET state = 2, message = '', started = CASE started WHEN 0 THEN ? "
-        "ELSE started END WHERE key = ? AND state IN (1, 3)",
+        "ELSE started END WHERE key = ? AND state = 1",
         NowUnixMs(), key);
   });
 }
