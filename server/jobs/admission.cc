@@ -227,12 +227,6 @@ Admission::Admission(JobStore& store, const ServedModel& model, const v1::JobOpt
       workers_(std::make_unique<WorkerPool>(
           static_cast<int>(std::clamp(std::thread::hardware_concurrency(), 1u, 8u)))) {}
 
-Admission::~Admission() = default;
-
-void Admission::AbandonIfOpen::operator()(JobStore* store) const {
-  store->AbandonJob(key).IgnoreError();  // else the next start removes it
-}
-
 absl::Status Admission::ResolveMode(const v1::SampleInput& sample) {
   const bool given = given_.mode() != v1::JOB_MODE_UNSPECIFIED;
   const bool generate = given ? given_.mode() == v1::JOB_MODE_GENERATE : DefaultsToGenerate(sample);
@@ -263,7 +257,7 @@ absl::Status Admission::Add(const google::protobuf::RepeatedPtrField<v1::SampleI
   if (!open_) {
     STATETAP_ASSIGN_OR_RETURN(const int64_t key,
                               store_->CreateJob(model_->Content(plan_->text.kind)));
-    open_ = {store_, AbandonIfOpen{key}};
+    open_.emplace(*store_, key);
   }
   std::vector<SampleRow> rows(static_cast<size_t>(samples.size()));
   workers_->ParallelFor(samples.size(), [&](int64_t begin, int64_t end, int) {
@@ -275,8 +269,7 @@ absl::Status Admission::Add(const google::protobuf::RepeatedPtrField<v1::SampleI
     row.id = IdOf(samples[i], row.digest);
     row.split = SplitOf(row.id, plan_->options.eval_fraction());
   }
-  STATETAP_ASSIGN_OR_RETURN(const JobStore::Added added,
-                            store_->AddSamples(open_.get_deleter().key, rows));
+  STATETAP_ASSIGN_OR_RETURN(const JobStore::Added added, store_->AddSamples(open_->key(), rows));
   duplicates_ += added.duplicates;
   return absl::OkStatus();
 }
@@ -285,13 +278,12 @@ absl::StatusOr<JobStore::Published> Admission::Finish() {
   if (!open_) {
     return absl::InvalidArgumentError("samples: none came; a job needs at least one");
   }
-  const int64_t key = open_.get_deleter().key;
+  const int64_t key = open_->Release();  // Publish removes what it refuses
   const auto difference = [&](std::string_view theirs) {
     v1::JobOptions other;
     other.ParseFromArray(theirs.data(), static_cast<int>(theirs.size()));
     return OptionDifferences(plan_->options, other);
   };
-  open_.release();  // Publish removes what it refuses
   return store_->PublishJob(key, given_.name(), plan_->options.SerializeAsString(), difference);
 }
 

@@ -5,6 +5,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "extractor/base/worker_pool.h"
@@ -33,6 +34,28 @@ RenderedSample RenderSample(const v1::SampleInput& sample, const TextPlan& plan,
 // A sample of a job: rendered, overrides checked, held against the length limit.
 SampleRow AdmitSample(const v1::SampleInput& sample, const JobPlan& plan, const ServedModel& model);
 
+// Removes an unpublished job with its destructor.
+class UnpublishedJob {
+ public:
+  UnpublishedJob(JobStore& store, int64_t key) : store_(&store), key_(key) {}
+  UnpublishedJob(UnpublishedJob&& other) noexcept
+      : store_(std::exchange(other.store_, nullptr)), key_(other.key_) {}
+  UnpublishedJob& operator=(UnpublishedJob&&) = delete;
+  ~UnpublishedJob() {
+    if (store_ != nullptr) store_->AbandonJob(key_).IgnoreError();  // else the next start does
+  }
+  int64_t key() const { return key_; }
+  // Somebody else answers for it from now on.
+  int64_t Release() {
+    store_ = nullptr;
+    return key_;
+  }
+
+ private:
+  JobStore* store_;
+  int64_t key_;
+};
+
 // One upload. The job appears with Finish; a destroyed Admission leaves nothing. One thread.
 class Admission {
  public:
@@ -40,7 +63,6 @@ class Admission {
   static absl::StatusOr<Admission> Begin(JobStore& store, const ServedModel& model,
                                          const v1::JobOptions& options);
   Admission(Admission&&) noexcept = default;
-  ~Admission();
 
   static constexpr int kMaxBatch = 10000;
   absl::Status Add(const google::protobuf::RepeatedPtrField<v1::SampleInput>& samples);
@@ -53,17 +75,13 @@ class Admission {
   absl::Status ResolveMode(const v1::SampleInput& sample);
   std::string IdOf(const v1::SampleInput& sample, const std::string& digest);
 
-  struct AbandonIfOpen {
-    void operator()(JobStore* store) const;
-    int64_t key = -1;
-  };
   JobStore* store_;
   const ServedModel* model_;
   v1::JobOptions given_;
   std::optional<JobPlan> plan_;
   std::unique_ptr<WorkerPool> workers_;
-  std::unique_ptr<JobStore, AbandonIfOpen> open_;  // the unpublished job
-  std::map<std::string, int64_t> repeats_;         // of digests that serve as ids
+  std::optional<UnpublishedJob> open_;
+  std::map<std::string, int64_t> repeats_;  // of digests that serve as ids
   int64_t duplicates_ = 0;
 };
 
