@@ -102,8 +102,7 @@ absl::Status CheckStoredShapes(const ModelConfig& config, const TensorTable& tab
       file_number = info.file;
     }
     STATETAP_ASSIGN_OR_RETURN(const auto found, ReadShape(*file, info));
-    std::array<int64_t, 2> expected = {config.expert_width, config.hidden};
-    if (name.ends_with(".down_proj.weight_shape")) expected = {config.hidden, config.expert_width};
+    const std::array<int64_t, 2> expected = ExpertShape(config, name);
     if (found == expected) continue;
     return absl::InvalidArgumentError(fmt::format("{}: {} holds ({}, {}), expected ({}, {})",
                                                   table.files[info.file].string(), name, found[0],

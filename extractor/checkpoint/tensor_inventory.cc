@@ -114,6 +114,11 @@ void ForEachTensor(const ModelConfig& c, bool quantized,
   }
 }
 
+std::array<int64_t, 2> ExpertShape(const ModelConfig& config, std::string_view name) {
+  if (name.find(".down_proj.") != name.npos) return {config.hidden, config.expert_width};
+  return {config.expert_width, config.hidden};
+}
+
 std::optional<std::string> TextTensorName(std::string_view stored) {
   constexpr std::string_view kPrefix = "language_model.";
   if (stored.starts_with("vision_tower.") || stored.starts_with("mm_projector.") ||

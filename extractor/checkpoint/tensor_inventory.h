@@ -2,6 +2,7 @@
 // it.
 #pragma once
 
+#include <array>
 #include <functional>
 #include <optional>
 #include <string>
@@ -35,6 +36,9 @@ struct ExpectedTensor {
 // experts are INT4.
 void ForEachTensor(const ModelConfig& config, bool quantized,
                    const std::function<bool(const ExpectedTensor&)>& visit);
+
+// (out, in) of an expert's gate_proj, up_proj or down_proj, as weight_shape holds them.
+std::array<int64_t, 2> ExpertShape(const ModelConfig& config, std::string_view name);
 
 // Our name of a stored tensor: "language_model." taken off, "model." put back where only the inner
 // one was left out. Nothing for what a text model does not use: vision_tower, mm_projector, stored
