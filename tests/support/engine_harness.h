@@ -12,16 +12,18 @@ namespace statetap::testing {
 struct Captured {
   std::vector<int32_t> sampled;
   std::vector<TokenScore> sampled_scores;
-  std::map<int64_t, TokenScore> scores;             // prefill: by position
-  std::map<int, std::vector<uint16_t>> states;      // by boundary, bf16 [rows, hidden]
+  std::map<int64_t, TokenScore> scores;         // prefill: by position
+  std::map<int, std::vector<uint16_t>> states;  // by boundary, bf16 [rows, hidden]
   std::optional<FinishReason> finished;
   std::optional<HiddenStateSink::Failure> failed;
 };
 
-// Hands out `tasks` in order; tickets are their places. Fails the test where rows come out of order.
+// Hands out `tasks` in order; tickets are their places. Fails the test where rows come out of
+// order.
 class Harness final : public SampleSource, public HiddenStateSink {
  public:
-  Harness(std::vector<SampleTask> tasks, int hidden) : tasks_(std::move(tasks)), hidden_(hidden), results_(tasks_.size()) {
+  Harness(std::vector<SampleTask> tasks, int hidden)
+      : tasks_(std::move(tasks)), hidden_(hidden), results_(tasks_.size()) {
     for (size_t i = 0; i < tasks_.size(); ++i) tasks_[i].ticket = i;
   }
   std::optional<SampleTask> Next() override {
@@ -31,9 +33,11 @@ class Harness final : public SampleSource, public HiddenStateSink {
   std::vector<uint64_t> TakeCancelled() override { return std::exchange(cancel, {}); }
   bool Wait() override { return false; }
   bool Stopping() override { return stop; }
-  void OnStates(uint64_t ticket, int boundary, int64_t first_row, std::span<const uint16_t> states) override {
+  void OnStates(uint64_t ticket, int boundary, int64_t first_row,
+                std::span<const uint16_t> states) override {
     auto& all = results_[ticket].states[boundary];
-    EXPECT_EQ(static_cast<int64_t>(all.size()), first_row * hidden_) << "sample " << ticket << " boundary " << boundary;
+    EXPECT_EQ(static_cast<int64_t>(all.size()), first_row * hidden_)
+        << "sample " << ticket << " boundary " << boundary;
     all.insert(all.end(), states.begin(), states.end());
   }
   void OnToken(uint64_t ticket, int32_t id, TokenScore score) override {
@@ -43,11 +47,16 @@ class Harness final : public SampleSource, public HiddenStateSink {
   }
   void OnScores(uint64_t ticket, int64_t first, std::span<const TokenScore> scores) override {
     for (size_t i = 0; i < scores.size(); ++i) {
-      EXPECT_TRUE(results_[ticket].scores.emplace(first + static_cast<int64_t>(i), scores[i]).second);
+      EXPECT_TRUE(
+          results_[ticket].scores.emplace(first + static_cast<int64_t>(i), scores[i]).second);
     }
   }
-  void OnFinished(uint64_t ticket, FinishReason reason) override { results_[ticket].finished = reason; }
-  void OnFailed(uint64_t ticket, const Failure& failure) override { results_[ticket].failed = failure; }
+  void OnFinished(uint64_t ticket, FinishReason reason) override {
+    results_[ticket].finished = reason;
+  }
+  void OnFailed(uint64_t ticket, const Failure& failure) override {
+    results_[ticket].failed = failure;
+  }
 
   const std::vector<Captured>& results() const { return results_; }
   std::vector<uint64_t> cancel;
