@@ -82,4 +82,20 @@ constexpr float HalfToFloat(uint16_t half) {
   return sign != 0 ? -magnitude : magnitude;
 }
 
+// Rounds to nearest, ties to even; NaN stays NaN, overflow becomes infinity.
+constexpr uint16_t FloatToHalf(float value) {
+  const auto bits = std::bit_cast<uint32_t>(value);
+  const auto sign = static_cast<uint16_t>(bits >> 16 & 0x8000);
+  const uint32_t magnitude = bits & 0x7fffffffu;
+  if (magnitude > 0x7f800000u) return sign | 0x7e00;
+  if (magnitude >= 0x477ff000u) return sign | 0x7c00;
+  if (magnitude < 0x38800000u) {
+    // Below the normal halves: adding 0.5 leaves the float a last place of 2^-24, theirs.
+    const float shifted = std::bit_cast<float>(magnitude) + 0.5f;
+    return static_cast<uint16_t>(sign | (std::bit_cast<uint32_t>(shifted) - 0x3f000000u));
+  }
+  const uint32_t rounded = magnitude + 0xfff + (magnitude >> 13 & 1);
+  return static_cast<uint16_t>(sign | ((rounded - 0x38000000u) >> 13));
+}
+
 }  // namespace statetap

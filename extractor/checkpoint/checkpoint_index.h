@@ -45,10 +45,15 @@ class CheckpointIndex {
   bool quantized() const { return quantized_; }
   // Folder name, or org/name of a Hugging Face cache.
   const std::string& name() const { return name_; }
-  // SHA-256 over the configuration fields that change arithmetic, the tensors' names, shapes,
-  // dtypes and sizes, and a sample of each file's bytes: tells two checkpoints apart in
-  // milliseconds without reading hundreds of gigabytes.
+  // Lower-case hex SHA-256 over the configuration fields that change arithmetic, the tensors'
+  // names, shapes, dtypes and sizes, and two windows of 4 KiB (start and middle) of every tensor
+  // beside the routed experts and of some 512 tensors of theirs: tells two checkpoints apart
+  // without reading hundreds of gigabytes. Folder, prefix and cut into files do not matter. A
+  // change of a few bytes that no window sees is not noticed.
   const std::string& digest() const { return digest_; }
+  // Tokens that end an answer: eos_token_id of generation_config.json (a number or a list, the file
+  // may be absent) and of config.json, ascending, each once.
+  const std::vector<int32_t>& stop_ids() const { return stop_ids_; }
   int64_t total_bytes() const;  // of text tensors
   int64_t parameters() const;   // logical: INT4 weights count one each
 
@@ -59,6 +64,7 @@ class CheckpointIndex {
   std::map<std::string, TensorInfo, std::less<>> tensors_;
   bool quantized_ = false;
   std::string name_, digest_;
+  std::vector<int32_t> stop_ids_;
 };
 
 }  // namespace statetap

@@ -19,6 +19,12 @@ struct TensorSlice {
   int64_t col_begin, col_end;  // in stored elements
 };
 
+// The tensor as such a rectangle.
+int64_t RowsOf(const TensorInfo& tensor);
+int64_t ColsOf(const TensorInfo& tensor);
+int64_t RowBytesOf(const TensorInfo& tensor);
+TensorSlice WholeOf(const TensorInfo& tensor);
+
 // Takes pieces of slices, from several threads at once, in any order; together they cover each
 // slice exactly once.
 class SliceSink {
@@ -26,7 +32,7 @@ class SliceSink {
   virtual ~SliceSink() = default;
   // Rows [first_row, first_row + rows) of slices[slice], counted from the slice's own first row;
   // `from` is the first byte of the first of them, the next row lies `stride_bytes` behind. Valid
-  // during the call only.
+  // during the call only. Aligned as the tensor is in its file: files may have it at odd bytes.
   virtual void Deliver(size_t slice, int64_t first_row, int64_t rows, const std::byte* from,
                        int64_t stride_bytes) = 0;
 };
@@ -38,13 +44,16 @@ struct LoadProgress {
 
 struct LoadOptions {
   int num_threads = 4;
-  int64_t block_bytes = int64_t{16} << 20;  // of one read
+  // Of one read and of each thread's buffer; a row that is larger is read whole.
+  int64_t block_bytes = int64_t{16} << 20;
   // From one thread at a time, a few times a second and once at the end.
   std::function<void(const LoadProgress&)> progress;
 };
 
-// Returns when every slice was delivered. OUT_OF_RANGE, INTERNAL, … name the file that could not be
-// read.
+// Returns when every slice was delivered. Rows that a slice touches are read whole, once, whatever
+// the number of slices; other rows and tensors are not. OUT_OF_RANGE (a file cut short), INTERNAL,
+// … name the file and the tensor that could not be read; INVALID_ARGUMENT a slice outside its
+// tensor. An exception of the sink ends the load and leaves through this call.
 absl::Status LoadSlices(const CheckpointIndex& checkpoint, std::span<const TensorSlice> slices,
                         SliceSink& sink, const LoadOptions& options);
 

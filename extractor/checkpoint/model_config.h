@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <string>
+#include <vector>
 
 #include "extractor/base/json.h"
 #include "extractor/base/status.h"
@@ -17,6 +18,8 @@ struct RopeConfig {
   int original_positions = 0;
   double beta_fast = 32, beta_slow = 1;
   double mscale = 1, mscale_all_dim = 0;
+
+  bool operator==(const RopeConfig&) const = default;
 };
 
 struct ModelConfig {
@@ -24,6 +27,7 @@ struct ModelConfig {
   std::string model_type;
   int hidden = 0;
   int num_layers = 0;
+  int num_mtp_layers = 0;  // num_nextn_predict_layers: behind the last layer, not used here
   int num_heads = 0;
   int q_lora_rank = 0;  // 0: one query projection from hidden (Moonlight)
   int kv_lora_rank = 0;
@@ -43,7 +47,8 @@ struct ModelConfig {
   RopeConfig rope;
   int max_positions = 0;
   int vocab = 0;
-  int bos_id = -1, eos_id = -1, pad_id = -1;  // -1: not given
+  int bos_id = -1, eos_id = -1, pad_id = -1;  // -1: not given; eos_id is the first of eos_ids
+  std::vector<int32_t> eos_ids;               // eos_token_id may be a list
   bool tie_word_embeddings = false;
 
   int qk_dim() const { return nope_dim + rope_dim; }
@@ -55,7 +60,13 @@ struct ModelConfig {
 // Reads the fields from `config`, flat or below "text_config". INVALID_ARGUMENT names the field,
 // what was found and what is supported: fields missing or of a wrong kind, outer and inner values
 // that differ, both RoPE forms with different content, fp8 or any quantisation other than INT4
-// pack-quantized group 32, scoring functions other than sigmoid, other activations, biases.
+// pack-quantized group 32, scoring functions other than sigmoid, other activations, biases, numbers
+// beyond any model of the family. Where there is a text_config, fields of the architecture are read
+// from it alone, as the model's own code does; token ids, tied embeddings and quantisation may
+// stand at either level. model_type, architectures, dtype and whatever we do not read may differ.
 absl::StatusOr<ModelConfig> ParseModelConfig(const Json& config);
+
+// The fields that change what a forward pass computes, as one line of text for digests.
+std::string ArithmeticFields(const ModelConfig& config);
 
 }  // namespace statetap

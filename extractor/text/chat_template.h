@@ -15,9 +15,16 @@
 namespace statetap {
 
 enum class TemplateKind { kKimiK25, kKimiK2Thinking, kKimiK2Instruct, kNone };
-// Which assistant turns keep their reasoning: none; the vendor's rule (only after the last
-// assistant turn without tool calls); the last assistant turn too; all.
-enum class KeepReasoning { kNone, kToolLoop, kLast, kAll };
+// Which assistant messages keep their reasoning; the others get an empty think block.
+enum class KeepReasoning {
+  kNone,
+  kToolLoop,  // the vendor's rule: those behind the last answer without tool calls
+  kLast,      // the same, looked at from the last assistant message: it and its own tool loop keep
+              // theirs, as when the model wrote it
+  kAll        // with thinking off too
+};
+// How K2.5 declares tools. kTypeScript falls back to JSON where a schema cannot be said.
+enum class ToolDeclarationStyle { kTypeScript, kJson };
 
 struct Segment {
   enum class Kind { kText, kSpecial } kind = Kind::kText;
@@ -30,15 +37,30 @@ struct RenderOptions {
   bool thinking = true;
   KeepReasoning keep_reasoning = KeepReasoning::kToolLoop;
   bool generation_prompt = true;
-  // Supervise the last assistant turn (its reasoning, content, tool calls and end token), as far as
-  // it is rendered.
+  // Supervise the last assistant message: whatever is rendered of it behind the generation prompt
+  // of its mode, its end token included. K2.5 thinking: behind <think>; instant: behind
+  // <think></think>; the other templates: behind <|im_middle|>.
   bool supervise_last = false;
+  ToolDeclarationStyle tool_declaration = ToolDeclarationStyle::kTypeScript;
 };
 
-// `messages`: a list of OpenAI-style messages; `tools`: a list of declarations or null.
-// INVALID_ARGUMENT names the message and the field, where the vendor's template would raise too.
+// `messages`: a list of OpenAI-style messages, perhaps empty; `tools`: a list of declarations, or
+// null. The text is the vendor's, but for what follows.
+// - Null in a message's field counts as missing (the vendor prints the word None).
+// - Refused with INVALID_ARGUMENT that names message and field, where the vendor prints nothing or
+//   Python's form: messages or parts that are no objects, a missing role, content that is an
+//   object, lists and objects as name, id or reasoning. (What makes the vendor's template raise is
+//   refused as well: content or tool_calls that are numbers, calls without function or arguments.)
+// - Unless keep_reasoning is kToolLoop, a thought inside an answer's content ("<think>thought
+//   </think>answer", also without the opening tag) counts as its reasoning; one without an end is
+//   refused. Under kToolLoop content is printed as it is.
+// Image and video parts are rendered; CheckTextOnly refuses them.
 absl::StatusOr<std::vector<Segment>> RenderChat(const Json& messages, const Json* tools,
                                                 const RenderOptions& options);
+
+// INVALID_ARGUMENT for the first part of a message that is not text: its states would be those of a
+// placeholder. An unreadable message is left to RenderChat.
+absl::Status CheckTextOnly(const Json& messages);
 
 std::string TextOf(std::span<const Segment> segments);
 

@@ -1,5 +1,5 @@
-// Byte-level BPE from a tiktoken.model, with Kimi's split pattern; special tokens from
-// tokenizer_config.json. Immutable after Open; safe from many threads.
+// Byte-level BPE from a tiktoken.model, with Kimi's split pattern (Unicode 16, as tiktoken 0.14);
+// special tokens from tokenizer_config.json. Immutable after Open; safe from many threads.
 #pragma once
 
 #include <cstdint>
@@ -28,6 +28,9 @@ class Tokenizer {
   // Ids of ordinary text: text that spells a special token stays text. INVALID_ARGUMENT with the
   // byte offset for invalid UTF-8.
   absl::StatusOr<std::vector<int32_t>> Encode(std::string_view text) const;
+  // The same, but text that spells a special token becomes it, as the vendor's encode does. For raw
+  // prompts, and only where a person chose it: never for the content of a chat.
+  absl::StatusOr<std::vector<int32_t>> EncodeWithSpecials(std::string_view text) const;
   // The tokens' bytes joined; a special token gives its name. Ids outside the vocabulary give
   // nothing and are the caller's fault.
   std::string DecodeBytes(std::span<const int32_t> ids) const;

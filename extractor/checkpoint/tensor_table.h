@@ -1,0 +1,27 @@
+// Finds the text tensors of a checkpoint folder: which files there are, what their headers say, and
+// whether the index agrees with them.
+#pragma once
+
+#include <filesystem>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "extractor/checkpoint/checkpoint_index.h"
+
+namespace statetap {
+
+using TensorMap = std::map<std::string, TensorInfo, std::less<>>;
+
+struct TensorTable {
+  std::vector<std::filesystem::path> files;
+  TensorMap tensors;  // of the text model, by our names
+};
+
+// Reads model.safetensors.index.json and the headers of all files that hold text tensors, or the
+// one safetensors file. Files of vision tensors alone are not opened. `config` tells which layers
+// are multi-token prediction (left out, with a line in the log). Status as CheckpointIndex::Open.
+absl::StatusOr<TensorTable> ReadTensorTable(const std::filesystem::path& folder,
+                                            const ModelConfig& config);
+
+}  // namespace statetap

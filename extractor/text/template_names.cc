@@ -1,0 +1,100 @@
+// Names, choice and identity of the chat templates.
+#include "extractor/base/digest.h"
+#include "extractor/text/chat_template.h"
+
+namespace statetap {
+namespace {
+
+constexpr std::pair<TemplateKind, std::string_view> kTemplates[] = {
+    {TemplateKind::kKimiK25, "kimi-k2.5"},
+    {TemplateKind::kKimiK2Thinking, "kimi-k2-thinking"},
+    {TemplateKind::kKimiK2Instruct, "kimi-k2-instruct"},
+    {TemplateKind::kNone, "none"}};
+
+constexpr std::pair<KeepReasoning, std::string_view> kKeepReasoning[] = {
+    {KeepReasoning::kNone, "none"},
+    {KeepReasoning::kToolLoop, "tool_loop"},
+    {KeepReasoning::kLast, "last"},
+    {KeepReasoning::kAll, "all"}};
+
+template <typename Value, size_t size>
+absl::StatusOr<Value> ParseName(const std::pair<Value, std::string_view> (&entries)[size],
+                                std::string_view what, std::string_view name) {
+  std::string names;
+  for (const auto& [value, known] : entries) {
+    if (known == name) return value;
+    names += fmt::format("{}{}", names.empty() ? "" : ", ", known);
+  }
+  return absl::InvalidArgumentError(
+      fmt::format("{} \"{}\" is unknown; it is one of {}", what, name, names));
+}
+
+// A chat that meets every rule of the templates.
+constexpr std::string_view kProbe = R"([
+  {"role": "system", "content": "s"},
+  {"role": "user", "name": "n", "content": [{"type": "text", "text": "t"},
+    {"type": "image_url", "image_url": {}}, {"type": "video_url", "video_url": {}}]},
+  {"role": "assistant", "content": "a", "reasoning_content": "r"},
+  {"role": "user", "content": "u"},
+  {"role": "assistant", "content": "b", "reasoning_content": "q", "tool_calls": [
+    {"id": "functions.f:0", "function": {"name": "f", "arguments": {"x": 1.0, "y": [1, "é"]}}},
+    {"id": "functions.f:1", "function": {"name": "f", "arguments": "{}"}}]},
+  {"role": "tool", "tool_call_id": "functions.f:0", "content": "0"},
+  {"role": "tool", "tool_call_id": "functions.f:1", "content": null},
+  {"role": "assistant", "content": "<think>p</think>c"},
+  {"role": "developer", "content": "d"}])";
+
+constexpr std::string_view kProbeTools = R"([
+  {"type": "function", "function": {"name": "f", "description": "d\ne", "parameters": {
+    "type": "object", "required": ["y"], "additionalProperties": false,
+    "$defs": {"D": {"type": "object", "properties": {}}},
+    "properties": {"x": {"type": "number", "minimum": 0, "default": 1.5},
+      "y": {"type": "array", "items": {"type": "string", "description": "i"}},
+      "z": {"anyOf": [{"enum": ["a", null]}, {"$ref": "#/$defs/D"}, {"type": ["null", "array"]}]}}}}}
+])";
+
+}  // namespace
+
+absl::StatusOr<TemplateKind> ParseTemplateKind(std::string_view name) {
+  return ParseName(kTemplates, "template", name);
+}
+
+absl::StatusOr<KeepReasoning> ParseKeepReasoning(std::string_view name) {
+  return ParseName(kKeepReasoning, "keep_reasoning", name);
+}
+
+std::string_view NameOf(TemplateKind kind) {
+  for (const auto& [known, name] : kTemplates) {
+    if (known == kind) return name;
+  }
+  return "none";
+}
+
+TemplateKind DetectTemplate(std::string_view outer_model_type, const Tokenizer& tokenizer) {
+  if (outer_model_type == "kimi_k25") return TemplateKind::kKimiK25;
+  if (tokenizer.SpecialId("<think>")) return TemplateKind::kKimiK2Thinking;
+  if (tokenizer.SpecialId("<|im_middle|>")) return TemplateKind::kKimiK2Instruct;
+  return TemplateKind::kNone;
+}
+
+// Rendering a probe makes the digest follow the code: no version number to forget.
+std::string TemplateDigest(TemplateKind kind) {
+  std::string content(NameOf(kind));
+  if (kind == TemplateKind::kNone) return Sha256Hex(content);
+  const Json probe = ParseJson(kProbe).value(), tools = ParseJson(kProbeTools).value();
+  for (const auto& [keep, name] : kKeepReasoning) {
+    for (const bool thinking : {false, true}) {
+      const RenderOptions options{
+          .kind = kind, .thinking = thinking, .keep_reasoning = keep, .supervise_last = true};
+      for (const Json* declared : {static_cast<const Json*>(nullptr), &tools}) {
+        const std::vector<Segment> segments = RenderChat(probe, declared, options).value();
+        for (const Segment& segment : segments)
+          content += fmt::format("\n{}{} {}", segment.kind == Segment::Kind::kText ? 't' : 's',
+                                 segment.supervised ? '+' : '-', segment.text);
+      }
+    }
+  }
+  return Sha256Hex(content);
+}
+
+}  // namespace statetap
