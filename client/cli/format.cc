@@ -17,8 +17,8 @@ std::string_view Trimmed(std::string_view text) {
 
 // The number at the start of `text`, which moves behind it.
 bool TakeNumber(std::string_view& text, double& value) {
-  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value,
-                                            std::chars_format::fixed);
+  const auto [end, error] =
+      std::from_chars(text.data(), text.data() + text.size(), value, std::chars_format::fixed);
   if (error != std::errc() || !(value >= 0)) return false;
   text.remove_prefix(static_cast<size_t>(end - text.data()));
   return true;
@@ -77,9 +77,18 @@ std::string FormatNumber(double value) {
 
 absl::StatusOr<uint64_t> ParseBytes(std::string_view text) {
   constexpr std::array<std::pair<std::string_view, double>, 12> kUnits = {{
-      {"", 1},          {"B", 1},        {"KiB", 0x1p10}, {"MiB", 0x1p20},
-      {"GiB", 0x1p30},  {"TiB", 0x1p40}, {"K", 0x1p10},   {"M", 0x1p20},
-      {"G", 0x1p30},    {"KB", 1e3},     {"MB", 1e6},     {"GB", 1e9},
+      {"", 1},
+      {"B", 1},
+      {"KiB", 0x1p10},
+      {"MiB", 0x1p20},
+      {"GiB", 0x1p30},
+      {"TiB", 0x1p40},
+      {"K", 0x1p10},
+      {"M", 0x1p20},
+      {"G", 0x1p30},
+      {"KB", 1e3},
+      {"MB", 1e6},
+      {"GB", 1e9},
   }};
   std::string_view rest = Trimmed(text);
   double value = 0;

@@ -35,8 +35,7 @@ absl::StatusOr<int> List(Context& context) {
     return kExitDone;
   }
   Table table({Left("job"), Left("name"), Left("state"), Right("stored"), Right("of"),
-               Right("rejected"), Right("tokens"), Right("size"), Right("tok/s"),
-               Left("created")});
+               Right("rejected"), Right("tokens"), Right("size"), Right("tok/s"), Left("created")});
   for (const v1::Job& job : jobs) {
     table.Add({job.id(), job.name(), StateName(job.state()), FormatCount(job.counts().stored()),
                FormatCount(job.counts().submitted()), FormatCount(job.counts().rejected()),
@@ -97,8 +96,8 @@ std::vector<Command> JobCommands() {
           JobCommand("show", "A job's state, counts, tokens, rate and shards",
                      "Example:\n  statetap show prompts.jsonl", Show),
           watch,
-          JobCommand("cancel", "Ends a job; stored samples stay",
-                     "Example:\n  statetap cancel JOB", Cancel)};
+          JobCommand("cancel", "Ends a job; stored samples stay", "Example:\n  statetap cancel JOB",
+                     Cancel)};
 }
 
 }  // namespace statetap

@@ -47,8 +47,7 @@ absl::Status SetSampling(const JobFlags& flags, v1::JobOptions& options) {
   }
   if (flags.temperature) {
     if (!(*flags.temperature >= 0))
-      return Bad("--temperature", fmt::format("{}", *flags.temperature),
-                 "give 0 (greedy) or more");
+      return Bad("--temperature", fmt::format("{}", *flags.temperature), "give 0 (greedy) or more");
     options.set_temperature(*flags.temperature);
   }
   if (flags.top_p) {
@@ -124,7 +123,8 @@ void AddTextFlags(CLI::App& app, JobFlags& flags) {
                  "Which earlier answers keep their reasoning: none, tool_loop, last or all "
                  "[tool_loop; last for finished chats]")
       ->check(CLI::IsMember({"none", "tool_loop", "last", "all"}));
-  app.add_option("--turns", flags.turns, "Which answers of a finished chat are learned from [last]");
+  app.add_option("--turns", flags.turns,
+                 "Which answers of a finished chat are learned from [last]");
 }
 
 void AddSamplingFlags(CLI::App& app, JobFlags& flags) {

@@ -11,10 +11,10 @@ void Line(std::string& text, std::string_view name, std::string_view value) {
 }
 
 std::string DescribeCounts(const v1::Counts& counts) {
-  std::string text = fmt::format(
-      "{} submitted = {} stored + {} rejected + {} cancelled + {} to do",
-      FormatCount(counts.submitted()), FormatCount(counts.stored()), FormatCount(counts.rejected()),
-      FormatCount(counts.cancelled()), FormatCount(counts.to_do()));
+  std::string text = fmt::format("{} submitted = {} stored + {} rejected + {} cancelled + {} to do",
+                                 FormatCount(counts.submitted()), FormatCount(counts.stored()),
+                                 FormatCount(counts.rejected()), FormatCount(counts.cancelled()),
+                                 FormatCount(counts.to_do()));
   if (counts.running() > 0) text += fmt::format(" ({} running)", FormatCount(counts.running()));
   if (counts.excluded() > 0)
     text += fmt::format("; {} stored are excluded", FormatCount(counts.excluded()));
@@ -37,7 +37,8 @@ std::string DescribeTimes(const v1::Job& job) {
   std::string text = fmt::format("created {}", FormatTime(job.created_unix_ms()));
   if (job.started_unix_ms() != 0) text += ", started " + FormatTime(job.started_unix_ms());
   if (job.ended_unix_ms() != 0) {
-    const int64_t start = job.started_unix_ms() != 0 ? job.started_unix_ms() : job.created_unix_ms();
+    const int64_t start =
+        job.started_unix_ms() != 0 ? job.started_unix_ms() : job.created_unix_ms();
     text += fmt::format(", ended {} (took {})", FormatTime(job.ended_unix_ms()),
                         FormatSeconds(static_cast<double>(job.ended_unix_ms() - start) / 1000));
   }
@@ -89,9 +90,10 @@ absl::StatusOr<v1::Job> FollowJob(Context& context, const std::string& job,
   absl::StatusOr<v1::Job> ended = client->WatchJob(job, on_change, on_lost);
   progress->Clear();
   if (absl::IsCancelled(ended.status()))
-    context.Say(fmt::format("the job goes on; follow it with `statetap watch {0}`, stop it with "
-                            "`statetap cancel {0}`",
-                            job));
+    context.Say(
+        fmt::format("the job goes on; follow it with `statetap watch {0}`, stop it with "
+                    "`statetap cancel {0}`",
+                    job));
   if (ended.ok() && ended->counts().rejected() > 0)
     context.Say(fmt::format("{} rejected; why: `statetap rejected {}`",
                             FormatCount(ended->counts().rejected()), ended->id()));

@@ -158,10 +158,10 @@ absl::StatusOr<v1::Statistics> JoinStatistics(const std::vector<fs::path>& paths
       return absl::OkStatus();
     }
     if (shard.config().boundaries != boundaries || shard.config().hidden != hidden)
-      return absl::FailedPreconditionError(fmt::format(
-          "{} has boundaries {} of {} values, others {} of {}; look at them apart",
-          shard.path().string(), fmt::join(shard.config().boundaries, ","), shard.config().hidden,
-          fmt::join(boundaries, ","), hidden));
+      return absl::FailedPreconditionError(
+          fmt::format("{} has boundaries {} of {} values, others {} of {}; look at them apart",
+                      shard.path().string(), fmt::join(shard.config().boundaries, ","),
+                      shard.config().hidden, fmt::join(boundaries, ","), hidden));
     for (size_t b = 0; b < statistics.size(); ++b) statistics[b].Merge(one[b]);
     return absl::OkStatus();
   }));

@@ -26,9 +26,8 @@ struct Source {
 absl::StatusOr<Source> ParseSource(const std::vector<std::string>& words);
 
 // Opens one after another, so that a thousand shards need one file handle. Errors name the file.
-absl::Status ForEachShard(
-    const std::vector<std::filesystem::path>& paths,
-    const std::function<absl::Status(const ShardReader& shard)>& visit);
+absl::Status ForEachShard(const std::vector<std::filesystem::path>& paths,
+                          const std::function<absl::Status(const ShardReader& shard)>& visit);
 
 v1::Sample SampleMessage(const ShardReader& shard, const SampleEntry& entry,
                          const SampleRecord& record);

@@ -70,8 +70,7 @@ std::string RangeLine(const v1::BoundaryStatistics& boundary, const Axis& axis) 
 }
 
 std::string HistogramLine(const v1::BoundaryStatistics& boundary, const Axis& axis) {
-  constexpr std::array<std::string_view, 9> kLevels = {" ", "▁", "▂", "▃", "▄",
-                                                       "▅", "▆", "▇", "█"};
+  constexpr std::array<std::string_view, 9> kLevels = {" ", "▁", "▂", "▃", "▄", "▅", "▆", "▇", "█"};
   // A bin may be wider than a column: its rows are spread over the columns it covers.
   std::vector<double> columns(static_cast<size_t>(axis.width));
   for (int bin = 0; bin < boundary.row_rms_bins_size(); ++bin) {

@@ -7,8 +7,8 @@
 
 namespace statetap {
 
-// A line a boundary: p01 to p99 of the rows' rms, the median marked, on a logarithmic axis shared by
-// all. At most `width` columns.
+// A line a boundary: p01 to p99 of the rows' rms, the median marked, on a logarithmic axis shared
+// by all. At most `width` columns.
 std::string PlotRms(const v1::Statistics& statistics, int width);
 
 // A line a boundary: how many rows have which rms, on the same axis.

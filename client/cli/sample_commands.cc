@@ -53,9 +53,9 @@ class RowPrinter {
 };
 
 absl::Status PrintSamples(Context& context, const Source& source) {
-  RowPrinter rows(context, {Left("id"), Left("source"), Left("split"), Right("prompt"),
-                            Right("tokens"), Right("supervised"), Left("finish"), Right("logprob"),
-                            Left("shard")});
+  RowPrinter rows(context,
+                  {Left("id"), Left("source"), Left("split"), Right("prompt"), Right("tokens"),
+                   Right("supervised"), Left("finish"), Right("logprob"), Left("shard")});
   STATETAP_RETURN_IF_ERROR(ForEachSampleOf(context, source, [&](const v1::Sample& sample) {
     rows.Add({sample.id(), sample.source(), sample.split(), FormatCount(sample.prompt_tokens()),
               FormatCount(sample.tokens()), FormatCount(sample.supervised_tokens()),
@@ -125,15 +125,15 @@ absl::StatusOr<int> RejectedOf(Context& context, const std::string& job) {
 }  // namespace
 
 std::vector<Command> SampleCommands() {
-  Command samples{"samples", "Stored samples of a job or of shards here, a row each",
-                  "Examples:\n  statetap samples prompts.jsonl\n"
-                  "  statetap samples shards/ --json | jq '.samples[].tokens'",
-                  [](CLI::App& app) -> Runner {
-                    auto words = std::make_shared<std::vector<std::string>>();
-                    app.add_option("SOURCE", *words, "A job, or shard files and folders")
-                        ->required();
-                    return [=](Context& context) { return Samples(context, *words); };
-                  }};
+  Command samples{
+      "samples", "Stored samples of a job or of shards here, a row each",
+      "Examples:\n  statetap samples prompts.jsonl\n"
+      "  statetap samples shards/ --json | jq '.samples[].tokens'",
+      [](CLI::App& app) -> Runner {
+        auto words = std::make_shared<std::vector<std::string>>();
+        app.add_option("SOURCE", *words, "A job, or shard files and folders")->required();
+        return [=](Context& context) { return Samples(context, *words); };
+      }};
   Command rejected{"rejected", "Rejected samples of a job: line, reason, layer, token",
                    "Example:\n  statetap rejected prompts.jsonl --json",
                    [](CLI::App& app) -> Runner {

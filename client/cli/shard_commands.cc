@@ -88,9 +88,10 @@ absl::StatusOr<int> Check(Context& context, const std::vector<std::string>& word
   }
   Table table({Left("shard"), Left("result"), Left("damaged samples"), Left("message")});
   for (const v1::CheckResult& result : response.results())
-    table.Add({result.shard(), result.ok() ? "ok" : "DAMAGED",
-               result.damaged().empty() ? "-" : fmt::format("{}", fmt::join(result.damaged(), ", ")),
-               result.message()});
+    table.Add(
+        {result.shard(), result.ok() ? "ok" : "DAMAGED",
+         result.damaged().empty() ? "-" : fmt::format("{}", fmt::join(result.damaged(), ", ")),
+         result.message()});
   // Names of damaged samples are never cut.
   context.out << table.Format(damaged == 0 ? context.table_width() : 0);
   context.out << fmt::format("{} of {} shards verified\n", response.results_size() - damaged,

@@ -72,18 +72,18 @@ absl::StatusOr<int> Stats(Context& context, const StatsFlags& flags) {
 }  // namespace
 
 Command StatsCommand() {
-  return {"stats", "Statistics by boundary of a job or of shards here",
-          "Boundary k is the residual stream after k layers, the output of layer k-1.\n\n"
-          "Examples:\n  statetap stats prompts.jsonl --plot\n"
-          "  statetap stats shards/ --json --channels > channels.json",
-          [](CLI::App& app) -> Runner {
-            auto flags = std::make_shared<StatsFlags>();
-            app.add_option("SOURCE", flags->source, "A job, or shard files and folders")
-                ->required();
-            app.add_flag("--plot", flags->plot, "Draw row norms by boundary and their histograms");
-            app.add_flag("--channels", flags->channels, "With --json: figures of every channel too");
-            return [=](Context& context) { return Stats(context, *flags); };
-          }};
+  return {
+      "stats", "Statistics by boundary of a job or of shards here",
+      "Boundary k is the residual stream after k layers, the output of layer k-1.\n\n"
+      "Examples:\n  statetap stats prompts.jsonl --plot\n"
+      "  statetap stats shards/ --json --channels > channels.json",
+      [](CLI::App& app) -> Runner {
+        auto flags = std::make_shared<StatsFlags>();
+        app.add_option("SOURCE", flags->source, "A job, or shard files and folders")->required();
+        app.add_flag("--plot", flags->plot, "Draw row norms by boundary and their histograms");
+        app.add_flag("--channels", flags->channels, "With --json: figures of every channel too");
+        return [=](Context& context) { return Stats(context, *flags); };
+      }};
 }
 
 }  // namespace statetap

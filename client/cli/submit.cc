@@ -2,10 +2,10 @@
 #include <algorithm>
 
 #include "client/cli/commands.h"
+#include "client/cli/input_faults.h"
 #include "client/cli/job_flags.h"
 #include "client/cli/job_text.h"
 #include "client/cli/text_width.h"
-#include "client/lib/input_files.h"
 #include "client/lib/proto_json.h"
 
 namespace statetap {
@@ -18,24 +18,6 @@ struct SubmitFlags {
   bool wait = false, skip_bad = false, dry_run = false;
 };
 
-std::string At(const LinePlace& place) { return fmt::format("{} line {}", place.file, place.line); }
-
-// Bad lines go to standard error whether they stop the submission or not.
-absl::Status ReportFaults(Context& context, const InputSummary& summary, bool skip_bad) {
-  if (summary.faulty_lines == 0) return absl::OkStatus();
-  for (const InputFault& fault : summary.faults)
-    context.err << fmt::format("{}: {}\n", At(fault.place), Printable(fault.message));
-  const int64_t more = summary.faulty_lines - static_cast<int64_t>(summary.faults.size());
-  if (more > 0) context.err << fmt::format("… and {} more\n", FormatCount(more));
-  if (skip_bad) {
-    context.Say(fmt::format("{} bad lines are skipped", FormatCount(summary.faulty_lines)));
-    return absl::OkStatus();
-  }
-  return absl::InvalidArgumentError(fmt::format(
-      "{} bad line{}; nothing was submitted. Mend them, or leave them out with --skip-bad",
-      FormatCount(summary.faulty_lines), summary.faulty_lines == 1 ? "" : "s"));
-}
-
 absl::Status SetMode(const InputSummary& summary, v1::JobOptions& options) {
   if (options.mode() != v1::JOB_MODE_UNSPECIFIED) return absl::OkStatus();
   if (summary.first_generate && summary.first_prefill) {
@@ -46,19 +28,6 @@ absl::Status SetMode(const InputSummary& summary, v1::JobOptions& options) {
   }
   options.set_mode(summary.first_prefill ? v1::JOB_MODE_PREFILL : v1::JOB_MODE_GENERATE);
   return absl::OkStatus();
-}
-
-absl::StatusOr<InputSummary> ValidateFiles(Context& context, const InputFiles& files,
-                                           const SubmitFlags& flags) {
-  const auto progress = context.MakeProgress();
-  STATETAP_ASSIGN_OR_RETURN(InputSummary summary, files.Validate([&](int64_t done, int64_t total) {
-    progress->ShowBytes("checking", done, total);
-  }));
-  progress->Clear();
-  STATETAP_RETURN_IF_ERROR(ReportFaults(context, summary, flags.skip_bad));
-  if (summary.samples == 0)
-    return absl::InvalidArgumentError("no sample is left to submit: the input has no lines");
-  return summary;
 }
 
 // A list that equals the default minus one was most likely meant as outputs of layers.
@@ -144,18 +113,18 @@ int PrintPlan(Context& context, const InputSummary& summary, const v1::JobOption
 absl::StatusOr<int> Submit(Context& context, const SubmitFlags& flags) {
   STATETAP_ASSIGN_OR_RETURN(const Allowance max_rejected, ParseAllowance(flags.max_rejected));
   STATETAP_ASSIGN_OR_RETURN(v1::JobOptions options, OptionsFrom(flags.job));
-  absl::StatusOr<std::unique_ptr<InputFiles>> files = InputFiles::Open(flags.files);
-  // A file that cannot be opened was named wrongly.
-  if (!files.ok()) return absl::InvalidArgumentError(MessageOf(files.status()));
-  STATETAP_ASSIGN_OR_RETURN(const InputSummary summary, ValidateFiles(context, **files, flags));
+  STATETAP_ASSIGN_OR_RETURN(const auto files, OpenInput(flags.files));
+  STATETAP_ASSIGN_OR_RETURN(const InputSummary summary,
+                            CheckInput(context, *files, flags.skip_bad));
   STATETAP_RETURN_IF_ERROR(SetMode(summary, options));
-  if (options.name().empty()) options.set_name((*files)->DefaultName());
+  if (options.name().empty()) options.set_name(files->DefaultName());
   if (flags.dry_run) return PrintPlan(context, summary, options);
 
   STATETAP_ASSIGN_OR_RETURN(Client* const client, context.client());
   WarnAboutTaps(context, options, *client);
   STATETAP_ASSIGN_OR_RETURN(
-      const v1::Job job, Upload(**files, context, summary.samples, flags.skip_bad).Run(*client, options));
+      const v1::Job job,
+      Upload(*files, context, summary.samples, flags.skip_bad).Run(*client, options));
   // The id comes first and alone, so that it is known whatever happens while waiting.
   if (!context.json) context.out << job.id() << '\n' << std::flush;
   if (!flags.wait) {
@@ -190,7 +159,8 @@ Command SubmitCommand() {
             app.add_option("FILE", flags->files, "JSON lines; - is standard input")->required();
             app.add_flag("--wait", flags->wait, "Show progress and exit as the job ends");
             app.add_flag("--dry-run", flags->dry_run, "Check the files and submit nothing");
-            app.add_flag("--skip-bad", flags->skip_bad, "List lines that are no samples, skip them");
+            app.add_flag("--skip-bad", flags->skip_bad,
+                         "List lines that are no samples, skip them");
             app.add_option("--max-rejected", flags->max_rejected,
                            "With --wait: more rejected samples than N or P% exit with 3 [0]");
             AddTextFlags(app, flags->job);

@@ -9,7 +9,7 @@
 namespace statetap {
 namespace {
 
-constexpr int kGap = 2;       // between columns
+constexpr int kGap = 2;        // between columns
 constexpr int kLeastKept = 8;  // columns are not cut below this
 
 }  // namespace

@@ -23,7 +23,8 @@ class Table {
 
  private:
   std::vector<int> Widths(int width) const;
-  std::string FormatRow(const std::vector<std::string>& cells, const std::vector<int>& widths) const;
+  std::string FormatRow(const std::vector<std::string>& cells,
+                        const std::vector<int>& widths) const;
   std::vector<Column> columns_;
   std::vector<std::vector<std::string>> rows_;
 };

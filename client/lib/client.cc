@@ -228,7 +228,7 @@ absl::StatusOr<v1::Job> Client::CreateJob(
       open = open && writer->Write(batch);
       return open;
     });
-    if (!filled.ok() && open) {
+    if (!filled.ok() && open) {  // else the server's status says more
       call.context()->TryCancel();
       (void)writer->Finish();
       return filled;
@@ -294,21 +294,22 @@ absl::StatusOr<v1::Job> Client::WatchJob(const std::string& job,
   }
 }
 
-absl::Status Client::Render(const std::function<absl::StatusOr<bool>(v1::RenderRequest&)>& next,
+absl::Status Client::Render(const std::function<absl::Status(const SendRender&)>& fill,
                             const std::function<absl::Status(const v1::Rendered&)>& on_rendered) {
   Call call(*this);
   const auto stream = model_->Render(call.context());
   absl::Status sending, receiving;
+  std::atomic<bool> open = true;
   std::thread sender([&] {
-    v1::RenderRequest request;
-    while (true) {
-      request.Clear();
-      const absl::StatusOr<bool> more = next(request);
-      sending = more.status();
-      if (!more.ok()) call.context()->TryCancel();
-      if (!more.ok() || !*more || !stream->Write(request)) break;
+    sending = fill([&](const v1::RenderRequest& request) {
+      open = open && stream->Write(request);
+      return open.load();
+    });
+    if (sending.ok()) {
+      stream->WritesDone();
+    } else if (open) {
+      call.context()->TryCancel();
     }
-    stream->WritesDone();
   });
   v1::Rendered rendered;
   while (receiving.ok() && stream->Read(&rendered)) {
@@ -317,8 +318,9 @@ absl::Status Client::Render(const std::function<absl::StatusOr<bool>(v1::RenderR
   }
   sender.join();
   const grpc::Status status = stream->Finish();
-  STATETAP_RETURN_IF_ERROR(sending);
   STATETAP_RETURN_IF_ERROR(receiving);
+  // Where the server ended the call, its status says more than the failed write.
+  if (!sending.ok() && (open || status.ok())) return sending;
   return StatusFrom(status);
 }
 

@@ -66,9 +66,11 @@ class Client {
   absl::StatusOr<v1::Statistics> GetStatistics(const std::string& job, bool channels);
 
   absl::StatusOr<v1::ModelDescription> DescribeModel();
-  // `next` gives requests until it answers false, from a thread of its own; `on_rendered` gets the
-  // answers in order.
-  absl::Status Render(const std::function<absl::StatusOr<bool>(v1::RenderRequest&)>& next,
+  // Answers false once the server no longer listens.
+  using SendRender = std::function<bool(const v1::RenderRequest&)>;
+  // `fill` sends requests, on a thread of its own; `on_rendered` gets the answers in order. The
+  // first failure of either ends the call and is returned.
+  absl::Status Render(const std::function<absl::Status(const SendRender&)>& fill,
                       const std::function<absl::Status(const v1::Rendered&)>& on_rendered);
   absl::Status Generate(const v1::GenerateRequest& request,
                         const std::function<void(const v1::GenerateResponse&)>& on_message);

@@ -69,9 +69,9 @@ absl::Status SampleAssembler::Add(const v1::SampleData& data) {
   if (data.states().size() % sizeof(uint16_t) != 0 || data.first_row() < 0 ||
       static_cast<size_t>(data.first_row()) * hidden_ != filled_[b] ||
       values > to.size() - filled_[b])
-    return Unfit(sample_.record.id, fmt::format("has {} bytes at row {} of boundary {}",
-                                                data.states().size(), data.first_row(),
-                                                data.boundary()));
+    return Unfit(sample_.record.id,
+                 fmt::format("has {} bytes at row {} of boundary {}", data.states().size(),
+                             data.first_row(), data.boundary()));
   std::memcpy(to.data() + filled_[b], data.states().data(), data.states().size());
   filled_[b] += values;
   missing_ -= values;
@@ -147,8 +147,7 @@ FeatureReceiver::~FeatureReceiver() = default;
 
 absl::StatusOr<std::unique_ptr<FeatureReceiver>> FeatureReceiver::Open(
     Client& client, const v1::StreamStart& start, std::unordered_set<std::string> known) {
-  std::unique_ptr<FeatureReceiver> receiver(
-      new FeatureReceiver(client, start, std::move(known)));
+  std::unique_ptr<FeatureReceiver> receiver(new FeatureReceiver(client, start, std::move(known)));
   STATETAP_RETURN_IF_ERROR(receiver->Connect());
   return receiver;
 }
@@ -216,10 +215,10 @@ absl::StatusOr<std::optional<ReceivedSample>> FeatureReceiver::Next() {
 // The sample that just became complete, or nothing where it was handed out before.
 absl::StatusOr<std::optional<ReceivedSample>> FeatureReceiver::Finished() {
   const uint64_t delivery = assembler_->delivery();
-  STATETAP_ASSIGN_OR_RETURN(ReceivedSample sample,
-                            assembler_->Take(start_.boundaries().empty()
-                                                 ? SampleAssembler::Boundaries::kAll
-                                                 : SampleAssembler::Boundaries::kSubset));
+  STATETAP_ASSIGN_OR_RETURN(
+      ReceivedSample sample,
+      assembler_->Take(start_.boundaries().empty() ? SampleAssembler::Boundaries::kAll
+                                                   : SampleAssembler::Boundaries::kSubset));
   v1::StreamFeaturesRequest credit;
   uint64_t bytes = 0;
   for (const auto& states : sample.states) bytes += states.size() * sizeof(uint16_t);

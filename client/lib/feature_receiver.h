@@ -1,4 +1,5 @@
-// A job's stored samples over the network, whole, in stored order, through breaks of the connection.
+// A job's stored samples over the network, whole, in stored order, through breaks of the
+// connection.
 //
 // What was acknowledged is not sent to its group again; a receiver that comes back goes on behind
 // it. Within one receiver every sample is handed out once, whatever breaks. One thread.
@@ -43,7 +44,7 @@ class SampleAssembler {
   std::vector<int> boundaries_;
   ReceivedSample sample_;
   uint64_t delivery_ = 0, checksum_ = 0;
-  size_t missing_ = 0;  // values still to come
+  size_t missing_ = 0;          // values still to come
   std::vector<size_t> filled_;  // values by boundary
   bool started_ = false;
 };
@@ -71,7 +72,7 @@ class FeatureReceiver {
   void Ack(uint64_t sequence);
   // Ends the stream so that acknowledgements have arrived.
   absl::Status Close();
-  int64_t skipped() const { return skipped_; }        // known ones
+  int64_t skipped() const { return skipped_; }  // known ones
   int64_t reconnects() const { return reconnects_; }
 
  private:

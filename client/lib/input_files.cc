@@ -80,7 +80,7 @@ absl::StatusOr<std::unique_ptr<LineReader>> InputFiles::Reader(const Entry& entr
 }
 
 absl::Status InputFiles::ForEach(const std::function<absl::Status(InputLine)>& visit,
-                                 const std::function<void(int64_t, int64_t)>& progress) const {
+                                 const std::function<bool(int64_t, int64_t)>& progress) const {
   int64_t total = 0, done = 0;
   bool total_known = true;
   for (const Entry& entry : entries_) {
@@ -94,8 +94,9 @@ absl::Status InputFiles::ForEach(const std::function<absl::Status(InputLine)>& v
     while (true) {
       STATETAP_ASSIGN_OR_RETURN(const std::optional<std::string_view> line, reader->Next());
       if (!line.has_value()) break;
-      if (progress != nullptr && reader->line_number() % kLinesBetweenReports == 0)
-        progress(done + reader->bytes_read(), total);
+      if (progress != nullptr && reader->line_number() % kLinesBetweenReports == 0 &&
+          !progress(done + reader->bytes_read(), total))
+        return absl::CancelledError("interrupted");
       if (IsBlank(*line)) continue;
       InputLine item{{entry.path, reader->line_number()}, ParseSampleLine(*line, entry.source)};
       if (item.parsed.ok()) item.parsed->sample.set_source_line(reader->line_number());
@@ -108,7 +109,7 @@ absl::Status InputFiles::ForEach(const std::function<absl::Status(InputLine)>& v
 }
 
 absl::StatusOr<InputSummary> InputFiles::Validate(
-    const std::function<void(int64_t, int64_t)>& progress) const {
+    const std::function<bool(int64_t, int64_t)>& progress) const {
   InputSummary summary;
   const auto visit = [&](InputLine line) {
     if (!line.parsed.ok()) {

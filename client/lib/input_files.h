@@ -53,12 +53,13 @@ class InputFiles {
 
   // Calls `visit` for every line that is not blank, in order; stops at its first error. A file that
   // cannot be read to its end is an error; a line that is no sample is not.
-  // `progress` (may be null) gets bytes read and the total, 0 where unknown, now and then.
+  // `progress` (may be null) gets bytes read and the total, 0 where unknown, now and then;
+  // false ends the pass with CANCELLED.
   absl::Status ForEach(const std::function<absl::Status(InputLine)>& visit,
-                       const std::function<void(int64_t done, int64_t total)>& progress) const;
+                       const std::function<bool(int64_t done, int64_t total)>& progress) const;
 
   absl::StatusOr<InputSummary> Validate(
-      const std::function<void(int64_t done, int64_t total)>& progress) const;
+      const std::function<bool(int64_t done, int64_t total)>& progress) const;
 
   // "prompts.jsonl", "a.jsonl+b.jsonl"; empty for standard input alone: the job is named by its
   // content then.
