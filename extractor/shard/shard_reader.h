@@ -27,6 +27,9 @@ struct SampleEntry {
 
 class ShardReader {
  public:
+  // DATA_LOSS for a file that was cut, damaged or is no shard; FAILED_PRECONDITION for a later
+  // version of the format. Holds one descriptor until it is destroyed and nothing of HDF5: it may
+  // be used after a fork and after the file was unlinked.
   static absl::StatusOr<std::unique_ptr<ShardReader>> Open(const std::filesystem::path& path);
   virtual ~ShardReader() = default;
 
@@ -36,7 +39,8 @@ class ShardReader {
   virtual int64_t rows() const = 0;
   // XXH3 over the checksums in the sample table.
   virtual std::string digest() const = 0;
-  // Ids, mask, logprobs, entropies and the rest of a sample.
+  // Ids, mask, logprobs, entropies (NaN where not computed) and the rest of a sample. OUT_OF_RANGE
+  // for an index that is not there.
   virtual absl::StatusOr<SampleRecord> ReadRecord(int64_t sample) const = 0;
   // Rows [first_row, first_row + to.size() / hidden) of the shard at
   // config().boundaries[boundary_index], straight from the file. Thread safe.
@@ -45,10 +49,12 @@ class ShardReader {
   virtual absl::StatusOr<std::vector<BoundaryStatistics>> ReadStatistics() const = 0;
   // Re-reads everything: indices of samples whose checksum is wrong.
   virtual absl::StatusOr<std::vector<int64_t>> Verify() const = 0;
+  // Whether the checksum of one sample is right. Thread safe.
+  virtual absl::StatusOr<bool> VerifySample(int64_t sample) const = 0;
 };
 
-// XXH3 over: the ids (int32), mask (uint8), logprobs, entropies (f32), then each boundary's rows
-// (bf16), all little endian as stored.
+// XXH3 over: the ids (int32), mask (uint8), logprobs, entropies (f32; empty ones as quiet NaN,
+// 0x7fc00000), then each boundary's rows (bf16), all little endian as stored.
 uint64_t SampleChecksum(const SampleRecord& sample,
                         std::span<const std::span<const uint16_t>> states);
 

@@ -54,21 +54,30 @@ struct ShardSummary {
 
 class ShardWriter {
  public:
+  enum class ReadBack { kSome, kAll };  // up to 8 samples spread over the shard, or every one
+  enum class Statistics { kCompute, kLeaveOut };
   struct Options {
-    int rows_per_chunk = 0;  // 0: about 1 MiB, and every chunk a multiple of 4 KiB
+    // Of the states. 0: about 1 MiB. Other values are rounded up until a chunk is a multiple of
+    // 4 KiB.
+    int rows_per_chunk = 0;
+    ReadBack read_back = ReadBack::kSome;          // what Commit compares with its checksums
+    Statistics statistics = Statistics::kCompute;  // left out: /stats with count 0
   };
   // `path` ends in ".h5"; "<path>.partial" is written until Commit. ALREADY_EXISTS where `path` is
-  // there.
+  // there; NOT_FOUND or PERMISSION_DENIED where its folder cannot be written.
   static absl::StatusOr<std::unique_ptr<ShardWriter>> Create(const std::filesystem::path& path,
                                                              const ShardConfig& config,
                                                              const Options& options);
   virtual ~ShardWriter() = default;  // without Commit: removes the partial file
 
-  // states[i]: bf16 [tokens, hidden] of config.boundaries[i]. INVALID_ARGUMENT where sizes do not
-  // fit (nothing is written then); any other failure makes every later call return the same status.
+  // states[i]: bf16 [tokens, hidden] of config.boundaries[i]. INVALID_ARGUMENT with the sample's id
+  // where sizes or texts do not fit (nothing is written then, the writer goes on); any other
+  // failure (RESOURCE_EXHAUSTED: disk full) removes the partial file and makes every later call
+  // return the same status. The rows are written and digested on two threads.
   virtual absl::Status Append(const SampleRecord& sample,
                               std::span<const std::span<const uint16_t>> states) = 0;
-  // Flushes, syncs, reopens and verifies, renames, syncs the folder.
+  // Flushes, syncs, reopens and verifies, renames, syncs the folder. FAILED_PRECONDITION for a
+  // shard without samples. Ends the writer: later calls are refused.
   virtual absl::StatusOr<ShardSummary> Commit() = 0;
   virtual int64_t states_bytes() const = 0;  // so far
   virtual int64_t samples() const = 0;

@@ -1,0 +1,80 @@
+#include "extractor/shard/bulk.h"
+
+#include <algorithm>
+#include <numeric>
+
+#include "extractor/shard/format.h"
+
+namespace statetap {
+namespace {
+
+struct Piece {
+  int64_t offset, bytes;
+};
+
+// The longest run of rows from `row` on, at most `rows`, that lies in one piece in the file.
+Piece PieceFrom(const BulkDataset& dataset, int64_t row, int64_t rows) {
+  const int64_t row_bytes = dataset.shape.row_bytes(), per_chunk = dataset.shape.rows_per_chunk;
+  auto chunk = static_cast<size_t>(row / per_chunk);
+  const int64_t within = row % per_chunk;
+  const int64_t offset = dataset.chunk_offsets[chunk] + within * row_bytes;
+  int64_t run = per_chunk - within;
+  while (run < rows && dataset.chunk_offsets[chunk + 1] ==
+                           dataset.chunk_offsets[chunk] + dataset.shape.chunk_bytes()) {
+    ++chunk;
+    run += per_chunk;
+  }
+  return {.offset = offset, .bytes = std::min(run, rows) * row_bytes};
+}
+
+int64_t AlignedRowsUnit(int64_t row_bytes) {
+  return kChunkAlignment / std::gcd(kChunkAlignment, row_bytes);
+}
+
+}  // namespace
+
+int64_t RowsPerChunk(int64_t row_bytes, int64_t about_bytes) {
+  const int64_t unit = AlignedRowsUnit(row_bytes);
+  return std::max(unit, about_bytes / row_bytes / unit * unit);
+}
+
+int64_t AlignedRows(int64_t row_bytes, int64_t rows) {
+  const int64_t unit = AlignedRowsUnit(row_bytes);
+  return (rows + unit - 1) / unit * unit;
+}
+
+absl::Status WriteRows(const File& file, const BulkDataset& dataset, int64_t first_row,
+                       std::span<const std::byte> from) {
+  const int64_t row_bytes = dataset.shape.row_bytes();
+  while (!from.empty()) {
+    const Piece piece =
+        PieceFrom(dataset, first_row, static_cast<int64_t>(from.size()) / row_bytes);
+    const auto bytes = static_cast<size_t>(piece.bytes);
+    STATETAP_RETURN_IF_ERROR(file.WriteAt(piece.offset, from.first(bytes)));
+    from = from.subspan(bytes);
+    first_row += piece.bytes / row_bytes;
+  }
+  return absl::OkStatus();
+}
+
+absl::Status ReadRows(const File& file, const BulkDataset& dataset, int64_t first_row,
+                      std::span<std::byte> to) {
+  const int64_t row_bytes = dataset.shape.row_bytes();
+  const int64_t rows = static_cast<int64_t>(to.size()) / row_bytes;
+  if (first_row < 0 || rows > dataset.shape.rows || first_row > dataset.shape.rows - rows ||
+      rows * row_bytes != static_cast<int64_t>(to.size())) {
+    return absl::OutOfRangeError(fmt::format("{}: rows {} to {} of {} ({} bytes a row) asked for",
+                                             dataset.path, first_row, first_row + rows,
+                                             dataset.shape.rows, row_bytes));
+  }
+  while (!to.empty()) {
+    const Piece piece = PieceFrom(dataset, first_row, static_cast<int64_t>(to.size()) / row_bytes);
+    const auto bytes = static_cast<size_t>(piece.bytes);
+    STATETAP_RETURN_IF_ERROR(file.ReadAt(piece.offset, to.first(bytes)));
+    to = to.subspan(bytes);
+    first_row += piece.bytes / row_bytes;
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace statetap

@@ -1,0 +1,220 @@
+#include "extractor/shard/shard_reader.h"
+
+#include <algorithm>
+#include <limits>
+#include <utility>
+
+#include "extractor/base/digest.h"
+#include "extractor/base/file.h"
+#include "extractor/shard/footer.h"
+#include "extractor/shard/format.h"
+#include "extractor/shard/tables.h"
+
+namespace statetap {
+namespace {
+
+constexpr int64_t kVerifyBytes = int64_t{4} << 20;
+
+class Reader : public ShardReader {
+ public:
+  Reader(File file, ShardFooter footer) : file_(std::move(file)), footer_(std::move(footer)) {}
+
+  absl::Status Load();
+
+  const std::filesystem::path& path() const override { return file_.path(); }
+  const ShardConfig& config() const override { return config_; }
+  const std::vector<SampleEntry>& samples() const override { return samples_; }
+  int64_t rows() const override { return footer_.datasets.front().shape.rows; }
+  std::string digest() const override;
+  absl::StatusOr<SampleRecord> ReadRecord(int64_t sample) const override;
+  absl::Status ReadStates(int boundary_index, int64_t first_row,
+                          std::span<uint16_t> to) const override;
+  absl::StatusOr<std::vector<BoundaryStatistics>> ReadStatistics() const override;
+  absl::StatusOr<std::vector<int64_t>> Verify() const override;
+  absl::StatusOr<bool> VerifySample(int64_t sample) const override;
+
+ private:
+  absl::Status CheckDatasets(const Hdf5File& hdf5) const;
+  absl::StatusOr<const SampleEntry*> EntryOf(int64_t sample) const;
+  // Datasets behind those of the states: 0 ids, 1 mask, 2 logprobs, 3 entropies.
+  template <typename T>
+  absl::Status ReadTokens(int column, const SampleEntry& entry, std::vector<T>* to) const;
+  absl::Status Named(const absl::Status& status) const {
+    return WithContext(status, file_.path().string());
+  }
+
+  File file_;
+  ShardFooter footer_;
+  ShardConfig config_;
+  std::vector<SampleEntry> samples_;
+};
+
+absl::Status Reader::Load() {
+  FileStorage storage(file_, footer_.hdf5_bytes);
+  STATETAP_ASSIGN_OR_RETURN(Hdf5File hdf5, Hdf5File::OpenForRead(&storage));
+  STATETAP_ASSIGN_OR_RETURN(config_, ReadConfig(hdf5));
+  STATETAP_RETURN_IF_ERROR(CheckDatasets(hdf5));
+  int64_t structure_bytes = footer_.hdf5_bytes;
+  for (const BulkDataset& dataset : footer_.datasets)
+    structure_bytes -=
+        dataset.shape.chunk_bytes() * static_cast<int64_t>(dataset.chunk_offsets.size());
+  STATETAP_ASSIGN_OR_RETURN(samples_, ReadSampleTable(hdf5, rows(), structure_bytes));
+  return hdf5.Close();
+}
+
+// The chunk table and HDF5 must speak of the same datasets.
+absl::Status Reader::CheckDatasets(const Hdf5File& hdf5) const {
+  const std::vector<BulkDataset> expected = BulkDatasetsOf(config_, 0);
+  if (footer_.datasets.size() != expected.size()) {
+    return absl::DataLossError(fmt::format("{} datasets in the chunk table, {} in the attributes",
+                                           footer_.datasets.size(), expected.size()));
+  }
+  for (size_t i = 0; i < expected.size(); ++i) {
+    const BulkDataset& found = footer_.datasets[i];
+    STATETAP_ASSIGN_OR_RETURN(const Hdf5RowsShape shape, hdf5.RowsShape(expected[i].path));
+    const bool fits = found.path == expected[i].path && found.shape == shape &&
+                      shape.type == expected[i].shape.type &&
+                      shape.width == expected[i].shape.width && shape.rows == rows();
+    if (!fits) {
+      return absl::DataLossError(
+          fmt::format("{}: type, shape or rows differ between attributes, dataset and chunk table",
+                      expected[i].path));
+    }
+  }
+  return absl::OkStatus();
+}
+
+std::string Reader::digest() const {
+  std::vector<uint64_t> checksums;
+  checksums.reserve(samples_.size());
+  for (const SampleEntry& sample : samples_) checksums.push_back(sample.checksum);
+  return HexOf(Xxh3Of(std::as_bytes(std::span(checksums))));
+}
+
+absl::StatusOr<const SampleEntry*> Reader::EntryOf(int64_t sample) const {
+  if (sample >= 0 && sample < static_cast<int64_t>(samples_.size()))
+    return &samples_[static_cast<size_t>(sample)];
+  return absl::OutOfRangeError(fmt::format("{} has {} samples; number {} was asked for",
+                                           file_.path().string(), samples_.size(), sample));
+}
+
+template <typename T>
+absl::Status Reader::ReadTokens(int column, const SampleEntry& entry, std::vector<T>* to) const {
+  to->resize(static_cast<size_t>(entry.rows));
+  const size_t index = config_.boundaries.size() + static_cast<size_t>(column);
+  return Named(ReadRows(file_, footer_.datasets[index], entry.first_row,
+                        std::as_writable_bytes(std::span(*to))));
+}
+
+absl::StatusOr<SampleRecord> Reader::ReadRecord(int64_t sample) const {
+  STATETAP_ASSIGN_OR_RETURN(const SampleEntry* entry, EntryOf(sample));
+  SampleRecord record{.id = entry->id,
+                      .source = entry->source,
+                      .meta_json = entry->meta_json,
+                      .split = entry->split,
+                      .digest = entry->digest,
+                      .prompt_tokens = entry->prompt_tokens,
+                      .finish_reason = entry->finish_reason,
+                      .truncated = entry->truncated,
+                      .source_index = entry->source_index};
+  STATETAP_RETURN_IF_ERROR(ReadTokens(0, *entry, &record.input_ids));
+  STATETAP_RETURN_IF_ERROR(ReadTokens(1, *entry, &record.loss_mask));
+  STATETAP_RETURN_IF_ERROR(ReadTokens(2, *entry, &record.logprobs));
+  STATETAP_RETURN_IF_ERROR(ReadTokens(3, *entry, &record.entropies));
+  return record;
+}
+
+absl::Status Reader::ReadStates(int boundary_index, int64_t first_row,
+                                std::span<uint16_t> to) const {
+  if (boundary_index < 0 || boundary_index >= static_cast<int>(config_.boundaries.size())) {
+    return absl::OutOfRangeError(fmt::format("{} has {} boundaries; index {} was asked for",
+                                             file_.path().string(), config_.boundaries.size(),
+                                             boundary_index));
+  }
+  return Named(ReadRows(file_, footer_.datasets[static_cast<size_t>(boundary_index)], first_row,
+                        std::as_writable_bytes(to)));
+}
+
+absl::StatusOr<std::vector<BoundaryStatistics>> Reader::ReadStatistics() const {
+  FileStorage storage(file_, footer_.hdf5_bytes);
+  const auto read = [&]() -> absl::StatusOr<std::vector<BoundaryStatistics>> {
+    STATETAP_ASSIGN_OR_RETURN(const Hdf5File hdf5, Hdf5File::OpenForRead(&storage));
+    std::vector<BoundaryStatistics> statistics;
+    for (const int boundary : config_.boundaries) {
+      STATETAP_ASSIGN_OR_RETURN(BoundaryStatistics of_boundary,
+                                ReadStatisticsOf(hdf5, boundary, config_.hidden));
+      statistics.push_back(std::move(of_boundary));
+    }
+    return statistics;
+  };
+  auto statistics = read();
+  if (!statistics.ok()) return Named(statistics.status());
+  return statistics;
+}
+
+// In pieces, so that a sample of many gigabytes needs 4 MiB.
+absl::StatusOr<bool> Reader::VerifySample(int64_t sample) const {
+  STATETAP_ASSIGN_OR_RETURN(const SampleEntry* entry, EntryOf(sample));
+  STATETAP_ASSIGN_OR_RETURN(const SampleRecord record, ReadRecord(sample));
+  Xxh3 digest;
+  digest.Update(std::as_bytes(std::span(record.input_ids)));
+  digest.Update(std::as_bytes(std::span(record.loss_mask)));
+  digest.Update(std::as_bytes(std::span(record.logprobs)));
+  digest.Update(std::as_bytes(std::span(record.entropies)));
+  const int64_t piece_rows = std::max<int64_t>(1, kVerifyBytes / (2 * config_.hidden));
+  const auto width = static_cast<size_t>(config_.hidden);
+  std::vector<uint16_t> buffer(static_cast<size_t>(std::min(piece_rows, entry->rows)) * width);
+  for (int boundary = 0; boundary < static_cast<int>(config_.boundaries.size()); ++boundary) {
+    for (int64_t row = 0; row < entry->rows; row += piece_rows) {
+      const auto rows = static_cast<size_t>(std::min(piece_rows, entry->rows - row));
+      const auto piece = std::span(buffer).first(rows * width);
+      STATETAP_RETURN_IF_ERROR(ReadStates(boundary, entry->first_row + row, piece));
+      digest.Update(std::as_bytes(piece));
+    }
+  }
+  return digest.Digest() == entry->checksum;
+}
+
+absl::StatusOr<std::vector<int64_t>> Reader::Verify() const {
+  std::vector<int64_t> damaged;
+  for (int64_t sample = 0; sample < static_cast<int64_t>(samples_.size()); ++sample) {
+    STATETAP_ASSIGN_OR_RETURN(const bool sound, VerifySample(sample));
+    if (!sound) damaged.push_back(sample);
+  }
+  return damaged;
+}
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<ShardReader>> ShardReader::Open(const std::filesystem::path& path) {
+  STATETAP_ASSIGN_OR_RETURN(File file, File::OpenForRead(path));
+  STATETAP_ASSIGN_OR_RETURN(ShardFooter footer, ReadFooter(file));
+  STATETAP_ASSIGN_OR_RETURN(const uint64_t structure, StructureDigest(file, footer));
+  if (structure != footer.structure_digest) {
+    return absl::DataLossError(
+        fmt::format("{} is damaged: the digest of its structure (all but the rows) is {}, not {}",
+                    path.string(), HexOf(structure), HexOf(footer.structure_digest)));
+  }
+  if (footer.datasets.empty())
+    return absl::DataLossError(fmt::format("{} has an empty chunk table", path.string()));
+  auto reader = std::make_unique<Reader>(std::move(file), std::move(footer));
+  STATETAP_RETURN_IF_ERROR(WithContext(reader->Load(), path.string()));
+  return reader;
+}
+
+uint64_t SampleChecksum(const SampleRecord& sample,
+                        std::span<const std::span<const uint16_t>> states) {
+  const std::vector<float> none(sample.input_ids.size(), std::numeric_limits<float>::quiet_NaN());
+  const auto filled = [&](const std::vector<float>& values) {
+    return std::as_bytes(std::span(values.empty() ? none : values));
+  };
+  Xxh3 digest;
+  digest.Update(std::as_bytes(std::span(sample.input_ids)));
+  digest.Update(std::as_bytes(std::span(sample.loss_mask)));
+  digest.Update(filled(sample.logprobs));
+  digest.Update(filled(sample.entropies));
+  for (const auto& rows : states) digest.Update(std::as_bytes(rows));
+  return digest.Digest();
+}
+
+}  // namespace statetap

@@ -1,0 +1,358 @@
+#include "extractor/shard/shard_writer.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstdio>
+#include <limits>
+#include <optional>
+#include <utility>
+
+#include "extractor/base/digest.h"
+#include "extractor/base/file.h"
+#include "extractor/base/log.h"
+#include "extractor/base/worker_pool.h"
+#include "extractor/shard/footer.h"
+#include "extractor/shard/format.h"
+#include "extractor/shard/shard_reader.h"
+#include "extractor/shard/tables.h"
+
+namespace statetap {
+namespace {
+
+// Below this a second thread costs more than it saves.
+constexpr int64_t kBytesForTwoThreads = int64_t{1} << 19;
+constexpr int64_t kSomeSamples = 8;
+
+absl::Status CheckConfig(const ShardConfig& config) {
+  const auto wrong = [](std::string_view what) {
+    return absl::InvalidArgumentError(fmt::format("shard: {}", what));
+  };
+  if (config.hidden < 1 || config.hidden > kMaxHidden)
+    return wrong(fmt::format("hidden is {}, not 1 to {}", config.hidden, kMaxHidden));
+  if (config.layers < 1 || config.layers >= kMaxBoundaries)
+    return wrong(fmt::format("layers is {}, not 1 to {}", config.layers, kMaxBoundaries - 1));
+  if (config.boundaries.empty()) return wrong("no boundaries; name at least one");
+  for (size_t i = 0; i < config.boundaries.size(); ++i) {
+    const int boundary = config.boundaries[i];
+    if (boundary < 0 || boundary > config.layers)
+      return wrong(fmt::format("boundary {} is not in 0 to {}", boundary, config.layers));
+    if (i > 0 && boundary <= config.boundaries[i - 1])
+      return wrong(fmt::format("boundary {} is not above the one before; list them ascending once",
+                               boundary));
+  }
+  for (const auto& [name, text] : std::initializer_list<std::pair<const char*, const std::string&>>{
+           {"job", config.job},
+           {"model_name", config.model_name},
+           {"model_digest", config.model_digest},
+           {"quantization", config.quantization},
+           {"rope", config.rope_json},
+           {"tokenizer_digest", config.tokenizer_digest},
+           {"template_name", config.template_name},
+           {"template_digest", config.template_digest},
+           {"options", config.options_json},
+           {"producer", config.producer}})
+    STATETAP_RETURN_IF_ERROR(CheckText(name, text));
+  return absl::OkStatus();
+}
+
+absl::Status CheckMeta(std::string_view meta_json) {
+  if (meta_json.empty()) return absl::OkStatus();
+  STATETAP_ASSIGN_OR_RETURN(const Json meta, ParseJson(meta_json));
+  if (meta.is_object()) return absl::OkStatus();
+  return absl::InvalidArgumentError("meta is not a JSON object");
+}
+
+absl::Status CheckSample(const SampleRecord& sample, const ShardConfig& config,
+                         std::span<const std::span<const uint16_t>> states) {
+  const size_t tokens = sample.input_ids.size();
+  if (tokens == 0) return absl::InvalidArgumentError("no tokens");
+  const auto check_size = [](std::string_view name, size_t size, size_t expected) {
+    if (size == expected) return absl::OkStatus();
+    return absl::InvalidArgumentError(
+        fmt::format("{} has {} values where {} are expected", name, size, expected));
+  };
+  STATETAP_RETURN_IF_ERROR(check_size("loss_mask", sample.loss_mask.size(), tokens));
+  if (!sample.logprobs.empty())
+    STATETAP_RETURN_IF_ERROR(check_size("logprobs", sample.logprobs.size(), tokens));
+  if (!sample.entropies.empty())
+    STATETAP_RETURN_IF_ERROR(check_size("entropies", sample.entropies.size(), tokens));
+  STATETAP_RETURN_IF_ERROR(check_size("states", states.size(), config.boundaries.size()));
+  for (size_t i = 0; i < states.size(); ++i) {
+    STATETAP_RETURN_IF_ERROR(check_size(fmt::format("boundary {}", config.boundaries[i]),
+                                        states[i].size(),
+                                        tokens * static_cast<size_t>(config.hidden)));
+  }
+  if (std::ranges::any_of(sample.loss_mask, [](uint8_t mask) { return mask > 1; }))
+    return absl::InvalidArgumentError("loss_mask holds values other than 0 and 1");
+  if (sample.prompt_tokens < 0 || static_cast<size_t>(sample.prompt_tokens) > tokens) {
+    return absl::InvalidArgumentError(
+        fmt::format("prompt_tokens is {} of {} tokens", sample.prompt_tokens, tokens));
+  }
+  if (sample.split != "train" && sample.split != "eval") {
+    return absl::InvalidArgumentError(
+        fmt::format("split is \"{}\", not train or eval", sample.split));
+  }
+  STATETAP_RETURN_IF_ERROR(CheckText("id", sample.id));
+  STATETAP_RETURN_IF_ERROR(CheckText("source", sample.source));
+  STATETAP_RETURN_IF_ERROR(CheckText("meta", sample.meta_json));
+  STATETAP_RETURN_IF_ERROR(CheckText("digest", sample.digest));
+  STATETAP_RETURN_IF_ERROR(CheckText("finish_reason", sample.finish_reason));
+  return CheckMeta(sample.meta_json);
+}
+
+class Writer : public ShardWriter {
+ public:
+  Writer(File file, std::filesystem::path path, ShardConfig config, const Options& options)
+      : file_(std::move(file)),
+        path_(std::move(path)),
+        config_(std::move(config)),
+        options_(options),
+        bulk_(BulkDatasetsOf(config_, options.rows_per_chunk)),
+        statistics_(config_.boundaries.size(), BoundaryStatistics(config_.hidden)) {}
+  ~Writer() override {
+    if (!committed_) Discard();
+  }
+
+  absl::Status Begin();
+  absl::Status Append(const SampleRecord& sample,
+                      std::span<const std::span<const uint16_t>> states) override;
+  absl::StatusOr<ShardSummary> Commit() override;
+  int64_t states_bytes() const override {
+    return rows_ * 2 * config_.hidden * static_cast<int64_t>(config_.boundaries.size());
+  }
+  int64_t samples() const override { return static_cast<int64_t>(samples_.size()); }
+  const std::vector<BoundaryStatistics>& statistics() const override { return statistics_; }
+
+ private:
+  absl::Status WriteSample(const SampleRecord& sample,
+                           std::span<const std::span<const uint16_t>> states);
+  absl::Status WriteBulk(BulkDataset* dataset, std::span<const std::byte> rows);
+  uint64_t Digest(const SampleRecord& sample, std::span<const std::span<const uint16_t>> states);
+  absl::Status FinishHdf5();
+  absl::Status WriteFooter();
+  absl::StatusOr<ShardSummary> Reopen() const;
+  absl::Status Publish() const;
+  absl::StatusOr<ShardSummary> CommitSteps();
+  absl::Status Fail(const absl::Status& status);
+  void Discard();
+
+  File file_;  // "<path>.partial"
+  const std::filesystem::path path_;
+  const ShardConfig config_;
+  const Options options_;
+  MemoryStorage storage_;  // what HDF5 writes, until Commit
+  std::optional<Hdf5File> hdf5_;
+  std::vector<BulkDataset> bulk_;  // states by boundary, then ids, mask, logprobs, entropies
+  std::vector<SampleEntry> samples_;
+  std::vector<BoundaryStatistics> statistics_;
+  WorkerPool threads_{2};
+  int64_t rows_ = 0;
+  absl::Status failed_;
+  bool committed_ = false;
+};
+
+absl::Status Writer::Begin() {
+  STATETAP_ASSIGN_OR_RETURN(hdf5_, Hdf5File::Create(&storage_));
+  for (const std::string_view group : {kStatesGroup, kTokensGroup, kSamplesGroup, kStatsGroup})
+    STATETAP_RETURN_IF_ERROR(hdf5_->MakeGroup(group));
+  for (const BulkDataset& dataset : bulk_)
+    STATETAP_RETURN_IF_ERROR(hdf5_->CreateRows(dataset.path, dataset.shape));
+  return absl::OkStatus();
+}
+
+absl::Status Writer::Append(const SampleRecord& sample,
+                            std::span<const std::span<const uint16_t>> states) {
+  STATETAP_RETURN_IF_ERROR(failed_);
+  STATETAP_RETURN_IF_ERROR(
+      WithContext(CheckSample(sample, config_, states), fmt::format("sample \"{}\"", sample.id)));
+  const auto tokens = static_cast<int64_t>(sample.input_ids.size());
+  SampleEntry entry{.id = sample.id,
+                    .source = sample.source,
+                    .meta_json = sample.meta_json,
+                    .split = sample.split,
+                    .digest = sample.digest,
+                    .finish_reason = sample.finish_reason,
+                    .first_row = rows_,
+                    .rows = tokens,
+                    .prompt_tokens = sample.prompt_tokens,
+                    .truncated = sample.truncated,
+                    .source_index = sample.source_index};
+  absl::Status written;
+  const int64_t bytes = tokens * 2 * config_.hidden * static_cast<int64_t>(states.size());
+  if (bytes < kBytesForTwoThreads) {
+    written = WriteSample(sample, states);
+    entry.checksum = Digest(sample, states);
+  } else {
+    threads_.ParallelFor(2, [&](int64_t begin, int64_t end, int) {
+      for (int64_t task = begin; task < end; ++task) {
+        if (task == 0) written = WriteSample(sample, states);
+        if (task == 1) entry.checksum = Digest(sample, states);
+      }
+    });
+  }
+  if (!written.ok()) return Fail(written);
+  rows_ += tokens;
+  samples_.push_back(std::move(entry));
+  return absl::OkStatus();
+}
+
+absl::Status Writer::WriteSample(const SampleRecord& sample,
+                                 std::span<const std::span<const uint16_t>> states) {
+  size_t next = 0;
+  for (const auto& rows : states)
+    STATETAP_RETURN_IF_ERROR(WriteBulk(&bulk_[next++], std::as_bytes(rows)));
+  std::vector<float> none;
+  if (sample.logprobs.empty() || sample.entropies.empty())
+    none.assign(sample.input_ids.size(), std::numeric_limits<float>::quiet_NaN());
+  const auto filled = [&](const std::vector<float>& values) {
+    return std::as_bytes(std::span(values.empty() ? none : values));
+  };
+  STATETAP_RETURN_IF_ERROR(WriteBulk(&bulk_[next++], std::as_bytes(std::span(sample.input_ids))));
+  STATETAP_RETURN_IF_ERROR(WriteBulk(&bulk_[next++], std::as_bytes(std::span(sample.loss_mask))));
+  STATETAP_RETURN_IF_ERROR(WriteBulk(&bulk_[next++], filled(sample.logprobs)));
+  return WriteBulk(&bulk_[next++], filled(sample.entropies));
+}
+
+// Appends rows behind those that are there. HDF5 is asked for space only where a chunk begins.
+absl::Status Writer::WriteBulk(BulkDataset* dataset, std::span<const std::byte> rows) {
+  const int64_t first_row = dataset->shape.rows;
+  dataset->shape.rows += static_cast<int64_t>(rows.size()) / dataset->shape.row_bytes();
+  const auto chunks = static_cast<int64_t>(dataset->chunk_offsets.size());
+  if (dataset->shape.rows > chunks * dataset->shape.rows_per_chunk) {
+    STATETAP_RETURN_IF_ERROR(
+        hdf5_->ExtendRows(dataset->path, dataset->shape.rows, &dataset->chunk_offsets));
+  }
+  return WriteRows(file_, *dataset, first_row, rows);
+}
+
+uint64_t Writer::Digest(const SampleRecord& sample,
+                        std::span<const std::span<const uint16_t>> states) {
+  if (options_.statistics == Statistics::kCompute) {
+    for (size_t i = 0; i < states.size(); ++i) statistics_[i].Add(states[i]);
+  }
+  return SampleChecksum(sample, states);
+}
+
+absl::StatusOr<ShardSummary> Writer::Commit() {
+  STATETAP_RETURN_IF_ERROR(failed_);
+  absl::StatusOr<ShardSummary> summary = CommitSteps();
+  if (!summary.ok()) return Fail(summary.status());
+  committed_ = true;
+  failed_ = absl::FailedPreconditionError(fmt::format("{} is committed", path_.string()));
+  summary->path = path_;
+  return summary;
+}
+
+absl::StatusOr<ShardSummary> Writer::CommitSteps() {
+  if (samples_.empty()) {
+    return absl::FailedPreconditionError(
+        fmt::format("{}: a shard without samples is not written", path_.string()));
+  }
+  STATETAP_RETURN_IF_ERROR(FinishHdf5());
+  STATETAP_RETURN_IF_ERROR(storage_.CopyTo(file_));
+  STATETAP_RETURN_IF_ERROR(WriteFooter());
+  STATETAP_RETURN_IF_ERROR(file_.Sync());
+  STATETAP_ASSIGN_OR_RETURN(ShardSummary summary, Reopen());
+  STATETAP_RETURN_IF_ERROR(Publish());
+  return summary;
+}
+
+absl::Status Writer::FinishHdf5() {
+  for (BulkDataset& dataset : bulk_) {
+    STATETAP_RETURN_IF_ERROR(
+        hdf5_->ExtendRows(dataset.path, dataset.shape.rows, &dataset.chunk_offsets));
+  }
+  STATETAP_RETURN_IF_ERROR(WriteSampleTable(&*hdf5_, samples_));
+  for (size_t i = 0; i < statistics_.size(); ++i)
+    STATETAP_RETURN_IF_ERROR(WriteStatistics(&*hdf5_, config_.boundaries[i], statistics_[i]));
+  STATETAP_RETURN_IF_ERROR(WriteConfig(&*hdf5_, config_));
+  return hdf5_->Close();
+}
+
+absl::Status Writer::WriteFooter() {
+  ShardFooter footer{.hdf5_bytes = storage_.Size(), .datasets = bulk_};
+  // Space that the last chunks have beyond their rows reads as zero once the file is long enough.
+  if (ftruncate(file_.descriptor(), footer.hdf5_bytes) != 0)
+    return ErrnoStatus(errno, "cannot extend", file_.path());
+  STATETAP_ASSIGN_OR_RETURN(footer.structure_digest, StructureDigest(file_, footer));
+  const std::string bytes = EncodeFooter(footer);
+  return file_.WriteAt(footer.hdf5_bytes, std::as_bytes(std::span(bytes)));
+}
+
+absl::StatusOr<ShardSummary> Writer::Reopen() const {
+  STATETAP_ASSIGN_OR_RETURN(const auto reader, ShardReader::Open(file_.path()));
+  FileStorage storage(file_, storage_.Size());
+  STATETAP_ASSIGN_OR_RETURN(const Hdf5File hdf5, Hdf5File::OpenForRead(&storage));
+  for (const BulkDataset& dataset : bulk_) {
+    STATETAP_ASSIGN_OR_RETURN(const auto offsets, hdf5.ChunkOffsets(dataset.path));
+    if (offsets != dataset.chunk_offsets) {
+      return absl::DataLossError(fmt::format("{}: HDF5 places the chunks of {} elsewhere now",
+                                             file_.path().string(), dataset.path));
+    }
+  }
+  const int64_t checks =
+      options_.read_back == ReadBack::kAll ? samples() : std::min(samples(), kSomeSamples);
+  for (int64_t i = 0; i < checks; ++i) {
+    const int64_t sample = checks == 1 ? 0 : i * (samples() - 1) / (checks - 1);
+    STATETAP_ASSIGN_OR_RETURN(const bool sound, reader->VerifySample(sample));
+    if (!sound) {
+      return absl::DataLossError(fmt::format("{}: sample \"{}\" reads back with another checksum",
+                                             file_.path().string(),
+                                             samples_[static_cast<size_t>(sample)].id));
+    }
+  }
+  STATETAP_ASSIGN_OR_RETURN(const int64_t bytes, file_.Size());
+  return ShardSummary{
+      .samples = samples(), .rows = rows_, .bytes = bytes, .digest = reader->digest()};
+}
+
+absl::Status Writer::Publish() const {
+  if (std::filesystem::exists(path_))
+    return absl::AlreadyExistsError(fmt::format("{} is there already", path_.string()));
+  if (std::rename(file_.path().c_str(), path_.c_str()) != 0)
+    return ErrnoStatus(errno, "cannot rename to", path_);
+  absl::Status synced = SyncFolder(path_.parent_path().empty() ? "." : path_.parent_path());
+  if (!synced.ok()) std::remove(path_.c_str());  // reported as failed, so it must not be there
+  return synced;
+}
+
+absl::Status Writer::Fail(const absl::Status& status) {
+  failed_ = status;
+  Discard();
+  return status;
+}
+
+// Gives the space back at once, although the descriptor stays open.
+void Writer::Discard() {
+  std::error_code ignored;
+  if (ftruncate(file_.descriptor(), 0) != 0)
+    LogWarning("cannot empty {}, which is given up", file_.path().string());
+  std::filesystem::remove(file_.path(), ignored);
+}
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<ShardWriter>> ShardWriter::Create(const std::filesystem::path& path,
+                                                                 const ShardConfig& config,
+                                                                 const Options& options) {
+  if (path.extension() != kShardEnding) {
+    return absl::InvalidArgumentError(
+        fmt::format("{} does not end in {}", path.string(), kShardEnding));
+  }
+  STATETAP_RETURN_IF_ERROR(CheckConfig(config));
+  if (options.rows_per_chunk < 0)
+    return absl::InvalidArgumentError(fmt::format("rows_per_chunk is {}", options.rows_per_chunk));
+  std::error_code error;
+  if (std::filesystem::exists(path, error))
+    return absl::AlreadyExistsError(fmt::format("{} is there already", path.string()));
+  std::filesystem::path partial = path;
+  partial += kPartialEnding;
+  STATETAP_ASSIGN_OR_RETURN(File file, File::Create(partial));
+  auto writer = std::make_unique<Writer>(std::move(file), path, config, options);
+  STATETAP_RETURN_IF_ERROR(writer->Begin());
+  return writer;
+}
+
+}  // namespace statetap

@@ -1,0 +1,150 @@
+#include "extractor/shard/statistics.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cassert>
+#include <cmath>
+#include <limits>
+
+#include "extractor/shard/statistics_kernel.h"
+
+namespace statetap {
+namespace {
+
+constexpr double kInfinity = std::numeric_limits<double>::infinity();
+constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
+constexpr int kBinsPerOctave = 8, kLowestOctave = -16;
+
+int BinOf(double rms) {
+  if (!(rms > 0)) return 0;
+  const double bin = std::floor((std::log2(rms) - kLowestOctave) * kBinsPerOctave);
+  return static_cast<int>(std::clamp(bin, 0.0, double{kRmsBins - 1}));
+}
+
+bool SameStatistics(const BoundaryStatistics& a, const BoundaryStatistics& b) {
+  return a.count == b.count && a.mean == b.mean && a.m2 == b.m2 && a.min == b.min && a.max == b.max;
+}
+
+}  // namespace
+
+BoundaryStatistics::BoundaryStatistics(int hidden)
+    : mean(static_cast<size_t>(hidden)),
+      m2(mean.size()),
+      min(mean.size(), kInfinity),
+      max(mean.size(), -kInfinity),
+      abs_max(mean.size()) {}
+
+void BoundaryStatistics::Add(std::span<const uint16_t> rows) {
+  const size_t width = mean.size();
+  assert(rows.size() % width == 0);
+  const uint16_t* group[kRowsPerGroup];
+  int group_rows = 0;
+  const auto merge_group = [&] {
+    MergeRowGroup(group, group_rows, hidden(), count,
+                  {mean.data(), m2.data(), min.data(), max.data()});
+    count += group_rows;
+    group_rows = 0;
+  };
+  for (size_t begin = 0; begin < rows.size(); begin += width) {
+    const auto row = rows.subspan(begin, width);
+    const RowSummary summary = SummarizeRow(row);
+    if (!summary.finite) {
+      ++nonfinite;
+      continue;
+    }
+    zero_rows += summary.zero;
+    ++row_rms_histogram[BinOf(std::sqrt(summary.sum_of_squares / static_cast<double>(width)))];
+    group[group_rows++] = row.data();
+    if (group_rows == kRowsPerGroup) merge_group();
+  }
+  merge_group();
+  for (size_t c = 0; count > 0 && c < width; ++c) abs_max[c] = std::max(-min[c], max[c]);
+}
+
+void BoundaryStatistics::Merge(const BoundaryStatistics& other) {
+  assert(hidden() == other.hidden());
+  nonfinite += other.nonfinite;
+  if (other.count == 0) return;
+  const double total = static_cast<double>(count + other.count);
+  const double other_share = static_cast<double>(other.count) / total;
+  const double cross_weight = static_cast<double>(count) * other_share;
+  for (size_t c = 0; c < mean.size(); ++c) {
+    const double delta = other.mean[c] - mean[c];
+    mean[c] += delta * other_share;
+    m2[c] += other.m2[c] + delta * delta * cross_weight;
+    min[c] = std::min(min[c], other.min[c]);
+    max[c] = std::max(max[c], other.max[c]);
+    abs_max[c] = std::max(abs_max[c], other.abs_max[c]);
+  }
+  count += other.count;
+  zero_rows += other.zero_rows;
+  for (int bin = 0; bin < kRmsBins; ++bin) row_rms_histogram[bin] += other.row_rms_histogram[bin];
+}
+
+double BoundaryStatistics::RmsQuantile(double q) const {
+  if (count == 0) return kNan;
+  const auto rank = std::clamp<int64_t>(
+      static_cast<int64_t>(std::ceil(q * static_cast<double>(count))), 1, count);
+  int64_t seen = 0;
+  int bin = 0;
+  while (bin < kRmsBins - 1 && (seen += row_rms_histogram[bin]) < rank) ++bin;
+  return std::exp2((bin + 0.5) / kBinsPerOctave + kLowestOctave);
+}
+
+BoundaryStatistics::Overall BoundaryStatistics::Summary() const {
+  if (count == 0 || mean.empty()) return {kNan, kNan, kNan, kNan, kNan, kNan};
+  const double rows = static_cast<double>(count), channels = static_cast<double>(mean.size());
+  double mean_sum = 0;
+  for (const double m : mean) mean_sum += m;
+  const double overall_mean = mean_sum / channels;
+  double deviations = 0, squares = 0;
+  for (size_t c = 0; c < mean.size(); ++c) {
+    const double delta = mean[c] - overall_mean;
+    deviations += m2[c] + rows * delta * delta;
+    squares += m2[c] + rows * mean[c] * mean[c];
+  }
+  return {.mean = overall_mean,
+          .std = std::sqrt(deviations / (rows * channels)),
+          .min = *std::min_element(min.begin(), min.end()),
+          .max = *std::max_element(max.begin(), max.end()),
+          .abs_max = *std::max_element(abs_max.begin(), abs_max.end()),
+          .rms = std::sqrt(squares / (rows * channels))};
+}
+
+std::vector<StatisticsAlarm> FindAlarms(std::span<const int> boundaries,
+                                        std::span<const BoundaryStatistics> statistics) {
+  assert(boundaries.size() == statistics.size());
+  std::vector<StatisticsAlarm> alarms;
+  for (size_t i = 0; i < statistics.size(); ++i) {
+    const BoundaryStatistics& found = statistics[i];
+    const int boundary = boundaries[i];
+    if (found.nonfinite > 0) {
+      alarms.push_back({"nonfinite", boundary,
+                        fmt::format("boundary {}: {} of {} rows hold NaN or infinity", boundary,
+                                    found.nonfinite, found.nonfinite + found.count)});
+    }
+    if (found.count == 0) continue;
+    if (found.zero_rows == found.count) {
+      alarms.push_back({"zero_boundary", boundary,
+                        fmt::format("boundary {}: all {} rows are zero", boundary, found.count)});
+      continue;
+    }
+    const bool constant = found.min == found.max;
+    if (constant && found.count > 1) {
+      alarms.push_back(
+          {"constant_boundary", boundary,
+           fmt::format("boundary {}: all {} rows are the same", boundary, found.count)});
+    }
+    for (size_t j = 0; j < i; ++j) {
+      if (!SameStatistics(found, statistics[j])) continue;
+      alarms.push_back({"equal_boundaries", boundary,
+                        fmt::format("boundaries {} and {} have the same statistics to the last bit",
+                                    boundaries[j], boundary)});
+      break;
+    }
+  }
+  return alarms;
+}
+
+}  // namespace statetap

@@ -1,0 +1,281 @@
+#include "extractor/shard/tables.h"
+
+#include <ctime>
+
+#include "extractor/shard/format.h"
+
+namespace statetap {
+namespace {
+
+constexpr std::string_view kRowOffset = "/samples/row_offset";
+
+// Length of the UTF-8 sequence at the front of `text`, 0 where there is none.
+size_t Utf8Length(std::string_view text) {
+  const auto byte = [&](size_t i) { return static_cast<unsigned char>(text[i]); };
+  const unsigned char lead = byte(0);
+  if (lead < 0x80) return 1;
+  const size_t length = lead >= 0xF0 ? 4 : lead >= 0xE0 ? 3 : 2;
+  if (lead < 0xC2 || lead > 0xF4 || text.size() < length) return 0;
+  for (size_t i = 1; i < length; ++i)
+    if ((byte(i) & 0xC0) != 0x80) return 0;
+  const unsigned char next = byte(1);
+  const bool overlong = (lead == 0xE0 && next < 0xA0) || (lead == 0xF0 && next < 0x90);
+  const bool surrogate = lead == 0xED && next > 0x9F;
+  const bool beyond = lead == 0xF4 && next > 0x8F;
+  return overlong || surrogate || beyond ? 0 : length;
+}
+
+struct TextColumn {
+  std::string_view path;
+  std::string SampleEntry::*field;
+};
+constexpr TextColumn kTextColumns[] = {
+    {"/samples/id", &SampleEntry::id},
+    {"/samples/source", &SampleEntry::source},
+    {"/samples/meta", &SampleEntry::meta_json},
+    {"/samples/split", &SampleEntry::split},
+    {"/samples/digest", &SampleEntry::digest},
+    {"/samples/finish_reason", &SampleEntry::finish_reason},
+};
+
+template <typename T, typename Get>
+absl::Status WriteColumn(Hdf5File* file, std::string_view path,
+                         std::span<const SampleEntry> samples, Get get) {
+  std::vector<T> values;
+  values.reserve(samples.size());
+  for (const SampleEntry& sample : samples) values.push_back(static_cast<T>(get(sample)));
+  return file->WriteArray<T>(path, values);
+}
+
+template <typename T, typename Set>
+absl::Status ReadColumn(const Hdf5File& file, std::string_view path,
+                        std::vector<SampleEntry>* samples, Set set) {
+  std::vector<T> values(samples->size());
+  STATETAP_RETURN_IF_ERROR(file.ReadArray<T>(path, values));
+  for (size_t i = 0; i < values.size(); ++i) set((*samples)[i], values[i]);
+  return absl::OkStatus();
+}
+
+struct ConfigText {
+  std::string_view name;
+  std::string ShardConfig::*field;
+};
+constexpr ConfigText kConfigTexts[] = {
+    {"job", &ShardConfig::job},
+    {"options", &ShardConfig::options_json},
+    {"producer", &ShardConfig::producer},
+    {"model_name", &ShardConfig::model_name},
+    {"model_digest", &ShardConfig::model_digest},
+    {"quantization", &ShardConfig::quantization},
+    {"rope", &ShardConfig::rope_json},
+    {"tokenizer_digest", &ShardConfig::tokenizer_digest},
+    {"template_name", &ShardConfig::template_name},
+    {"template_digest", &ShardConfig::template_digest},
+};
+constexpr std::string_view kThinking = "thinking", kInstant = "instant";
+
+std::string Now() {
+  const std::time_t now = std::time(nullptr);
+  std::tm utc{};
+  gmtime_r(&now, &utc);
+  char text[32];
+  return {text, std::strftime(text, sizeof(text), "%Y-%m-%dT%H:%M:%SZ", &utc)};
+}
+
+absl::Status Wrong(std::string_view what) { return absl::DataLossError(std::string(what)); }
+
+}  // namespace
+
+absl::Status CheckText(std::string_view field, std::string_view text) {
+  for (size_t i = 0; i < text.size();) {
+    const size_t length = text[i] == '\0' ? 0 : Utf8Length(text.substr(i));
+    if (length == 0) {
+      return absl::InvalidArgumentError(
+          fmt::format("{}: byte {} is 0x{:02x}; shards hold UTF-8 text without NUL", field, i,
+                      static_cast<unsigned char>(text[i])));
+    }
+    i += length;
+  }
+  return absl::OkStatus();
+}
+
+absl::Status WriteSampleTable(Hdf5File* file, std::span<const SampleEntry> samples) {
+  std::vector<int64_t> row_offset{0};
+  for (const SampleEntry& sample : samples) row_offset.push_back(row_offset.back() + sample.rows);
+  STATETAP_RETURN_IF_ERROR(file->WriteArray<int64_t>(kRowOffset, row_offset));
+  for (const TextColumn& column : kTextColumns) {
+    std::vector<std::string> values;
+    values.reserve(samples.size());
+    for (const SampleEntry& sample : samples) values.push_back(sample.*column.field);
+    STATETAP_RETURN_IF_ERROR(file->WriteStrings(column.path, values));
+  }
+  STATETAP_RETURN_IF_ERROR(
+      WriteColumn<int32_t>(file, "/samples/prompt_tokens", samples,
+                           [](const SampleEntry& sample) { return sample.prompt_tokens; }));
+  STATETAP_RETURN_IF_ERROR(
+      WriteColumn<uint8_t>(file, "/samples/truncated", samples,
+                           [](const SampleEntry& sample) { return sample.truncated ? 1 : 0; }));
+  STATETAP_RETURN_IF_ERROR(
+      WriteColumn<int64_t>(file, "/samples/source_index", samples,
+                           [](const SampleEntry& sample) { return sample.source_index; }));
+  return WriteColumn<uint64_t>(file, "/samples/checksum", samples,
+                               [](const SampleEntry& sample) { return sample.checksum; });
+}
+
+absl::StatusOr<std::vector<SampleEntry>> ReadSampleTable(const Hdf5File& file, int64_t rows,
+                                                         int64_t max_text_bytes) {
+  STATETAP_ASSIGN_OR_RETURN(const int64_t offsets, file.LengthOf(kRowOffset));
+  // Every sample has a row and takes 8 bytes of the file here.
+  if (offsets < 2 || offsets - 1 > rows || offsets > max_text_bytes / 8)
+    return Wrong(fmt::format("{} has {} entries for {} rows", kRowOffset, offsets, rows));
+  std::vector<int64_t> row_offset(static_cast<size_t>(offsets));
+  STATETAP_RETURN_IF_ERROR(file.ReadArray<int64_t>(kRowOffset, row_offset));
+  std::vector<SampleEntry> samples(row_offset.size() - 1);
+  for (size_t i = 0; i < samples.size(); ++i) {
+    samples[i].first_row = row_offset[i];
+    if (row_offset[i + 1] <= row_offset[i] || row_offset[i + 1] > rows)
+      return Wrong(fmt::format("{} does not ascend at sample {}", kRowOffset, i));
+    samples[i].rows = row_offset[i + 1] - row_offset[i];
+  }
+  if (row_offset.front() != 0 || row_offset.back() != rows)
+    return Wrong(fmt::format("{} does not cover rows 0 to {}", kRowOffset, rows));
+
+  for (const TextColumn& column : kTextColumns) {
+    STATETAP_ASSIGN_OR_RETURN(
+        std::vector<std::string> values,
+        file.ReadStrings(column.path, static_cast<int64_t>(samples.size()), max_text_bytes));
+    for (size_t i = 0; i < values.size(); ++i) samples[i].*column.field = std::move(values[i]);
+  }
+  STATETAP_RETURN_IF_ERROR(ReadColumn<int32_t>(
+      file, "/samples/prompt_tokens", &samples,
+      [](SampleEntry& sample, int32_t value) { sample.prompt_tokens = value; }));
+  STATETAP_RETURN_IF_ERROR(ReadColumn<uint8_t>(
+      file, "/samples/truncated", &samples,
+      [](SampleEntry& sample, uint8_t value) { sample.truncated = value != 0; }));
+  STATETAP_RETURN_IF_ERROR(
+      ReadColumn<int64_t>(file, "/samples/source_index", &samples,
+                          [](SampleEntry& sample, int64_t value) { sample.source_index = value; }));
+  STATETAP_RETURN_IF_ERROR(
+      ReadColumn<uint64_t>(file, "/samples/checksum", &samples,
+                           [](SampleEntry& sample, uint64_t value) { sample.checksum = value; }));
+  return samples;
+}
+
+absl::Status WriteStatistics(Hdf5File* file, int boundary, const BoundaryStatistics& statistics) {
+  STATETAP_RETURN_IF_ERROR(file->MakeGroup(fmt::format("/stats/{}", boundary)));
+  const auto path = [&](std::string_view name) { return StatsPath(boundary, name); };
+  STATETAP_RETURN_IF_ERROR(file->WriteScalar<int64_t>(path("count"), statistics.count));
+  STATETAP_RETURN_IF_ERROR(file->WriteScalar<int64_t>(path("zero_rows"), statistics.zero_rows));
+  STATETAP_RETURN_IF_ERROR(file->WriteScalar<int64_t>(path("nonfinite"), statistics.nonfinite));
+  STATETAP_RETURN_IF_ERROR(file->WriteArray<double>(path("mean"), statistics.mean));
+  STATETAP_RETURN_IF_ERROR(file->WriteArray<double>(path("m2"), statistics.m2));
+  STATETAP_RETURN_IF_ERROR(file->WriteArray<double>(path("min"), statistics.min));
+  STATETAP_RETURN_IF_ERROR(file->WriteArray<double>(path("max"), statistics.max));
+  STATETAP_RETURN_IF_ERROR(file->WriteArray<double>(path("abs_max"), statistics.abs_max));
+  return file->WriteArray<int64_t>(path("row_rms_histogram"), statistics.row_rms_histogram);
+}
+
+absl::StatusOr<BoundaryStatistics> ReadStatisticsOf(const Hdf5File& file, int boundary,
+                                                    int hidden) {
+  const auto path = [&](std::string_view name) { return StatsPath(boundary, name); };
+  BoundaryStatistics statistics(hidden);
+  STATETAP_ASSIGN_OR_RETURN(statistics.count, file.ReadScalar<int64_t>(path("count")));
+  STATETAP_ASSIGN_OR_RETURN(statistics.zero_rows, file.ReadScalar<int64_t>(path("zero_rows")));
+  STATETAP_ASSIGN_OR_RETURN(statistics.nonfinite, file.ReadScalar<int64_t>(path("nonfinite")));
+  STATETAP_RETURN_IF_ERROR(file.ReadArray<double>(path("mean"), statistics.mean));
+  STATETAP_RETURN_IF_ERROR(file.ReadArray<double>(path("m2"), statistics.m2));
+  STATETAP_RETURN_IF_ERROR(file.ReadArray<double>(path("min"), statistics.min));
+  STATETAP_RETURN_IF_ERROR(file.ReadArray<double>(path("max"), statistics.max));
+  STATETAP_RETURN_IF_ERROR(file.ReadArray<double>(path("abs_max"), statistics.abs_max));
+  STATETAP_RETURN_IF_ERROR(
+      file.ReadArray<int64_t>(path("row_rms_histogram"), statistics.row_rms_histogram));
+  return statistics;
+}
+
+absl::Status WriteConfig(Hdf5File* file, const ShardConfig& config) {
+  std::vector<int64_t> boundaries, layer_outputs, taps, tap_layer_outputs;
+  for (const int boundary : config.boundaries) {
+    boundaries.push_back(boundary);
+    layer_outputs.push_back(boundary - 1);
+    if (boundary == config.layers) continue;
+    taps.push_back(boundary);
+    tap_layer_outputs.push_back(boundary - 1);
+  }
+  STATETAP_RETURN_IF_ERROR(file->SetAttribute("format", kShardFormat));
+  STATETAP_RETURN_IF_ERROR(file->SetAttribute("version", kShardVersion));
+  for (const ConfigText& text : kConfigTexts)
+    STATETAP_RETURN_IF_ERROR(file->SetAttribute(text.name, config.*text.field));
+  STATETAP_RETURN_IF_ERROR(
+      file->SetAttribute("template_mode", config.thinking ? kThinking : kInstant));
+  STATETAP_RETURN_IF_ERROR(file->SetAttribute("hidden", int64_t{config.hidden}));
+  STATETAP_RETURN_IF_ERROR(file->SetAttribute("layers", int64_t{config.layers}));
+  STATETAP_RETURN_IF_ERROR(file->SetAttribute("boundaries", boundaries));
+  STATETAP_RETURN_IF_ERROR(file->SetAttribute("layer_outputs", layer_outputs));
+  STATETAP_RETURN_IF_ERROR(file->SetAttribute("taps", taps));
+  STATETAP_RETURN_IF_ERROR(file->SetAttribute("tap_layer_outputs", tap_layer_outputs));
+  STATETAP_RETURN_IF_ERROR(file->SetAttribute("final_norm", std::string_view("pre")));
+  STATETAP_RETURN_IF_ERROR(file->SetAttribute("rms_norm_eps", config.rms_norm_eps));
+  STATETAP_RETURN_IF_ERROR(file->SetAttribute("inner_eps", config.inner_eps));
+  STATETAP_RETURN_IF_ERROR(file->SetAttribute("dtype", std::string_view("bfloat16")));
+  STATETAP_RETURN_IF_ERROR(file->SetAttribute("created", Now()));
+  return file->SetAttribute("complete", int64_t{1});
+}
+
+absl::StatusOr<ShardConfig> ReadConfig(const Hdf5File& file) {
+  STATETAP_ASSIGN_OR_RETURN(const std::string format, file.StringAttribute("format"));
+  if (format != kShardFormat) return Wrong(fmt::format("format is \"{}\"", format));
+  STATETAP_ASSIGN_OR_RETURN(const int64_t version, file.IntAttribute("version"));
+  if (version != kShardVersion) {
+    return absl::FailedPreconditionError(
+        fmt::format("shard version {}; this program reads version {}", version, kShardVersion));
+  }
+  STATETAP_ASSIGN_OR_RETURN(const int64_t complete, file.IntAttribute("complete"));
+  if (complete != 1) return Wrong("the shard was not finished");
+  ShardConfig config;
+  for (const ConfigText& text : kConfigTexts) {
+    STATETAP_ASSIGN_OR_RETURN(config.*text.field, file.StringAttribute(text.name));
+  }
+  STATETAP_ASSIGN_OR_RETURN(const std::string mode, file.StringAttribute("template_mode"));
+  config.thinking = mode == kThinking;
+  STATETAP_ASSIGN_OR_RETURN(const std::string dtype, file.StringAttribute("dtype"));
+  if (dtype != "bfloat16") return Wrong(fmt::format("states of dtype {}", dtype));
+  STATETAP_ASSIGN_OR_RETURN(config.rms_norm_eps, file.DoubleAttribute("rms_norm_eps"));
+  STATETAP_ASSIGN_OR_RETURN(config.inner_eps, file.DoubleAttribute("inner_eps"));
+  STATETAP_ASSIGN_OR_RETURN(const int64_t hidden, file.IntAttribute("hidden"));
+  STATETAP_ASSIGN_OR_RETURN(const int64_t layers, file.IntAttribute("layers"));
+  if (hidden < 1 || hidden > kMaxHidden || layers < 1 || layers >= kMaxBoundaries)
+    return Wrong(fmt::format("hidden {} and layers {} are out of range", hidden, layers));
+  config.hidden = static_cast<int>(hidden);
+  config.layers = static_cast<int>(layers);
+  STATETAP_ASSIGN_OR_RETURN(const std::vector<int64_t> boundaries,
+                            file.IntsAttribute("boundaries", kMaxBoundaries));
+  for (const int64_t boundary : boundaries) {
+    if (boundary < 0 || boundary > layers ||
+        (!config.boundaries.empty() && boundary <= config.boundaries.back()))
+      return Wrong(fmt::format("boundary {} of {} layers is out of order", boundary, layers));
+    config.boundaries.push_back(static_cast<int>(boundary));
+  }
+  if (config.boundaries.empty()) return Wrong("no boundaries");
+  return config;
+}
+
+std::vector<BulkDataset> BulkDatasetsOf(const ShardConfig& config, int states_rows_per_chunk) {
+  std::vector<BulkDataset> datasets;
+  Hdf5RowsShape states{.type = Hdf5Type::kBf16, .width = config.hidden};
+  states.rows_per_chunk = states_rows_per_chunk == 0
+                              ? RowsPerChunk(states.row_bytes(), kStatesChunkBytes)
+                              : AlignedRows(states.row_bytes(), states_rows_per_chunk);
+  for (const int boundary : config.boundaries)
+    datasets.push_back({.path = StatesPath(boundary), .shape = states});
+  const auto add = [&](std::string_view path, Hdf5Type type) {
+    datasets.push_back({.path = std::string(path),
+                        .shape = {.type = type, .rows_per_chunk = kTokensRowsPerChunk}});
+  };
+  add(kTokenIds, Hdf5Type::kI32);
+  add(kTokenLossMask, Hdf5Type::kU8);
+  add(kTokenLogprob, Hdf5Type::kF32);
+  add(kTokenEntropy, Hdf5Type::kF32);
+  return datasets;
+}
+
+}  // namespace statetap

@@ -1,0 +1,37 @@
+// The file's contents apart from bulk rows, between HDF5 and our structs: attributes, samples and
+// statistics. The only place that names them.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <string_view>
+#include <vector>
+
+#include "extractor/shard/bulk.h"
+#include "extractor/shard/hdf5_file.h"
+#include "extractor/shard/shard_reader.h"
+
+namespace statetap {
+
+// INVALID_ARGUMENT with the field where a text holds NUL or is not UTF-8: HDF5 strings end at NUL,
+// and readers decode them.
+absl::Status CheckText(std::string_view field, std::string_view text);
+
+absl::Status WriteSampleTable(Hdf5File* file, std::span<const SampleEntry> samples);
+// Checks that the samples' rows fill [0, rows) without a gap. `max_text_bytes` bounds each column.
+absl::StatusOr<std::vector<SampleEntry>> ReadSampleTable(const Hdf5File& file, int64_t rows,
+                                                         int64_t max_text_bytes);
+
+// "/stats/<boundary>/…".
+absl::Status WriteStatistics(Hdf5File* file, int boundary, const BoundaryStatistics& statistics);
+absl::StatusOr<BoundaryStatistics> ReadStatisticsOf(const Hdf5File& file, int boundary, int hidden);
+
+// The attributes of the root group that hold a ShardConfig.
+absl::Status WriteConfig(Hdf5File* file, const ShardConfig& config);
+absl::StatusOr<ShardConfig> ReadConfig(const Hdf5File& file);
+
+// The bulk datasets of a shard, without rows: states by boundary, then ids, loss mask, logprobs,
+// entropies. `states_rows_per_chunk` 0 is the default; other values are rounded up to whole 4 KiB.
+std::vector<BulkDataset> BulkDatasetsOf(const ShardConfig& config, int states_rows_per_chunk);
+
+}  // namespace statetap
