@@ -37,7 +37,7 @@ absl::Status AppendShards(const std::string& word, std::vector<fs::path>& paths)
 
 // Damage is a failure, not wrong usage.
 absl::Status AsDamage(const absl::Status& status) {
-  return absl::IsInvalidArgument(status) ? absl::DataLossError(MessageOf(status)) : status;
+  return absl::IsInvalidArgument(status) ? absl::DataLossError(status.message()) : status;
 }
 
 std::optional<double> MeanLogprob(const SampleRecord& record) {

@@ -1,7 +1,10 @@
 // tokens: what the model would see of each line.
+#include <algorithm>
+
 #include "client/cli/commands.h"
 #include "client/cli/input_faults.h"
 #include "client/cli/job_flags.h"
+#include "client/cli/text_width.h"
 #include "client/cli/token_text.h"
 #include "client/lib/input_files.h"
 #include "client/lib/proto_json.h"

@@ -1,4 +1,5 @@
 // view: stored samples, token by token.
+#include <algorithm>
 #include <cmath>
 #include <random>
 

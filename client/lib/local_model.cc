@@ -15,11 +15,13 @@ absl::StatusOr<RenderOptions> OptionsOf(const v1::JobOptions& options,
   RenderOptions render;
   const bool generate = options.mode() != v1::JOB_MODE_PREFILL;
   render.kind = detected;
-  if (!options.template_().empty() && options.template_() != "auto")
+  if (!options.template_().empty() && options.template_() != "auto") {
     STATETAP_ASSIGN_OR_RETURN(render.kind, ParseTemplateKind(options.template_()));
+  }
   render.keep_reasoning = generate ? KeepReasoning::kToolLoop : KeepReasoning::kLast;
-  if (!options.keep_reasoning().empty())
+  if (!options.keep_reasoning().empty()) {
     STATETAP_ASSIGN_OR_RETURN(render.keep_reasoning, ParseKeepReasoning(options.keep_reasoning()));
+  }
   render.thinking = options.has_thinking() ? options.thinking() : true;
   if (sample.has_thinking()) render.thinking = sample.thinking();
   render.generation_prompt = generate;
