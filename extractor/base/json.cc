@@ -46,6 +46,9 @@ absl::StatusOr<Json> ParseJson(std::string_view text) {
       what.remove_prefix(end + 2);
     return absl::InvalidArgumentError(
         fmt::format("no valid JSON at byte {}: {}", error.byte, what));
+  } catch (const Json::out_of_range&) {
+    return absl::InvalidArgumentError(
+        "JSON: a number is too large for a double (like 1e400); give it as a string");
   }
 }
 

@@ -59,6 +59,7 @@ TEST(JsonTest, RefusesWhatReadersDisagreeOn) {
   EXPECT_THAT(ParseJson("{\"a\": \"\x80\"}"), StatusIs(absl::StatusCode::kInvalidArgument, "byte"));
   EXPECT_THAT(ParseJson("{} x"), StatusIs(absl::StatusCode::kInvalidArgument, "byte 4"));
   EXPECT_THAT(ParseJson(R"("\ud800")"), StatusIs(absl::StatusCode::kInvalidArgument, "byte"));
+  EXPECT_THAT(ParseJson("[1e400]"), StatusIs(absl::StatusCode::kInvalidArgument, "too large"));
   EXPECT_THAT(ParseJson(std::string(100000, '[')),
               StatusIs(absl::StatusCode::kInvalidArgument, ""));
 }
