@@ -97,6 +97,10 @@ int ExitCodeOf(const absl::Status& status) {
   }
 }
 
+std::string RefuseNegative(const std::string& text) {
+  return text.starts_with("-") ? fmt::format("{} is negative; give 0 or more", text) : "";
+}
+
 std::vector<Command> AllCommands() {
   std::vector<Command> commands = {SubmitCommand()};
   const auto add = [&](std::vector<Command> more) {

@@ -4,6 +4,7 @@
 #include <charconv>
 #include <limits>
 
+#include "client/cli/command.h"
 #include "client/cli/format.h"
 
 namespace statetap {
@@ -133,7 +134,7 @@ void AddSamplingFlags(CLI::App& app, JobFlags& flags) {
   app.add_option("--temperature", flags.temperature,
                  "0 is greedy [1.0 with thinking, 0.6 without]");
   app.add_option("--top-p", flags.top_p, "Nucleus [0.95]");
-  app.add_option("--seed", flags.seed, "Of the sampling [0]");
+  app.add_option("--seed", flags.seed, "Of the sampling [0]")->check(RefuseNegative);
 }
 
 void AddCaptureFlags(CLI::App& app, JobFlags& flags) {
