@@ -44,7 +44,9 @@ TEST(SharedCommunicatorTest, SumsInRankOrderAndGathersRows) {
       std::vector<std::vector<float>> partial(static_cast<size_t>(world));
       std::vector<float> expected(static_cast<size_t>(tokens) * kWidth);
       for (auto& rows : partial) {
-        for (size_t i = 0; i < expected.size(); ++i) rows.push_back(std::uniform_real_distribution<float>(-1, 1)(random) * (i % 5 == 0 ? 1e6f : 1));
+        for (size_t i = 0; i < expected.size(); ++i)
+          rows.push_back(std::uniform_real_distribution<float>(-1, 1)(random) *
+                         (i % 5 == 0 ? 1e6f : 1));
       }
       for (size_t i = 0; i < expected.size(); ++i) {
         float sum = partial[0][i];

@@ -41,7 +41,8 @@ TEST(InverseFrequenciesTest, KimiK2InstructStepsAtOnePair) {
 TEST(InverseFrequenciesTest, WithoutYarn) {
   ModelConfig config = KimiConfig(64, 32);
   config.rope.yarn = false;
-  EXPECT_FLOAT_EQ(InverseFrequencies(config)[31], static_cast<float>(std::pow(50000.0, -62.0 / 64)));
+  EXPECT_FLOAT_EQ(InverseFrequencies(config)[31],
+                  static_cast<float>(std::pow(50000.0, -62.0 / 64)));
   EXPECT_FLOAT_EQ(SoftmaxScale(config), 0.0721687836f);
 }
 

@@ -49,23 +49,27 @@ void CpuBackend::AttendHead(const Step& step, const AttentionParams& p, int toke
       kv_b_.data() + int64_t{head} * (p.nope_dim + p.v_dim) * p.kv_lora;  // U_h, then V_h
 
   std::fill_n(absorbed, p.kv_lora, 0.0f);
-  for (int i = 0; i < p.nope_dim; ++i)
-    Axpy(query[i], up + int64_t{i} * p.kv_lora, absorbed, p.kv_lora);
+  AxpyRows(query, up, p.kv_lora, p.nope_dim, p.kv_lora, absorbed);
   std::copy_n(query + p.nope_dim, p.rope_dim, absorbed + p.kv_lora);
 
+  // A page's rows lie one behind the other.
+  const auto for_each_page = [&](auto body) {
+    for (int j = 0; j <= position; j += kPageTokens) {
+      body(j, CacheRow(step, p.layer, step.sequence[token], j),
+           std::min(kPageTokens, position + 1 - j));
+    }
+  };
+  for_each_page([&](int j, const float* rows, int count) {
+    Dots(absorbed, rows, latent_dim, count, latent_dim, scores + j);
+  });
   float largest = -INFINITY;
-  for (int j = 0; j <= position; ++j) {
-    scores[j] =
-        p.scale * Dot(absorbed, CacheRow(step, p.layer, step.sequence[token], j), latent_dim);
-    largest = std::max(largest, scores[j]);
-  }
+  for (int j = 0; j <= position; ++j) largest = std::max(largest, scores[j] *= p.scale);
   float sum = 0;
+  for (int j = 0; j <= position; ++j) sum += scores[j] = std::exp(scores[j] - largest);
   std::fill_n(weighted, p.kv_lora, 0.0f);
-  for (int j = 0; j <= position; ++j) {
-    const float weight = std::exp(scores[j] - largest);
-    sum += weight;
-    Axpy(weight, CacheRow(step, p.layer, step.sequence[token], j), weighted, p.kv_lora);
-  }
+  for_each_page([&](int j, const float* rows, int count) {
+    AxpyRows(scores + j, rows, latent_dim, count, p.kv_lora, weighted);
+  });
   float* out = heads_.data() + (int64_t{token} * p.num_heads + head) * p.v_dim;
   for (int i = 0; i < p.v_dim; ++i)
     out[i] = Dot(up + int64_t{p.nope_dim + i} * p.kv_lora, weighted, p.kv_lora) / sum;

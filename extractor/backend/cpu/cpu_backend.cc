@@ -60,9 +60,10 @@ const void* CpuBackend::NewRotary(std::span<const float> inverse_frequencies, in
 void CpuBackend::NewKvCache(int num_layers, int num_pages, int width) {
   num_pages_ = num_pages;
   cache_width_ = width;
-  cache_.assign(static_cast<size_t>(num_layers) * static_cast<size_t>(num_pages) * kPageTokens *
-                    static_cast<size_t>(width),
-                0);
+  const size_t rows =
+      static_cast<size_t>(num_layers) * static_cast<size_t>(num_pages) * kPageTokens;
+  cache_.reset(static_cast<float*>(std::calloc(rows * static_cast<size_t>(width), sizeof(float))));
+  if (cache_ == nullptr) throw std::bad_alloc();
 }
 
 void CpuBackend::PlanScratch(const Limits& limits) {

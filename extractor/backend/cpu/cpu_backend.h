@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdlib>
 #include <memory>
 #include <vector>
 
@@ -12,7 +13,7 @@
 
 namespace statetap::cpu {
 
-class CpuBackend final : public Backend {
+class CpuBackend : public Backend {
  public:
   CpuBackend(int rank, std::shared_ptr<SharedGroup> group, int threads)
       : communicator_(rank, std::move(group)), pool_(threads) {}
@@ -46,7 +47,7 @@ class CpuBackend final : public Backend {
     std::vector<float> cos, sin;
   };
   float* CacheRow(int layer, int page, int slot) {
-    return cache_.data() +
+    return cache_.get() +
            ((int64_t{layer} * num_pages_ + page) * kPageTokens + slot) * cache_width_;
   }
   // Row `position` of a sequence of the step.
@@ -60,7 +61,10 @@ class CpuBackend final : public Backend {
   WorkerPool pool_;
   std::vector<std::unique_ptr<std::byte[]>> memory_;
   std::vector<std::unique_ptr<Rotary>> rotaries_;
-  std::vector<float> cache_;
+  struct Free {
+    void operator()(float* memory) const { std::free(memory); }
+  };
+  std::unique_ptr<float[], Free> cache_;  // pages come into being as they are written
   int num_pages_ = 0, cache_width_ = 0;
   Limits limits_{};
   std::vector<float> sums_;       // [T, hidden]

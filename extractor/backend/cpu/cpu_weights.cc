@@ -3,18 +3,26 @@
 #include <cassert>
 #include <cstring>
 
+#include "extractor/backend/cpu/vector_clones.h"
+
 namespace statetap::cpu {
 namespace {
 
 constexpr int kGroup = 32;       // weights that share a scale
 constexpr int kWordColumns = 8;  // of a packed int32
 
-// Lowest nibble first, stored as value + 8. Rounded to bf16: the weights that every bf16 reference
-// multiplies with.
-void UnpackWord(uint32_t word, float scale, float* to) {
-  for (int j = 0; j < kWordColumns; ++j) {
-    const int value = static_cast<int>((word >> (4 * j)) & 15u) - 8;
-    to[j] = Bf16ToFloat(FloatToBf16(static_cast<float>(value) * scale));
+// `groups` groups of a row. Lowest nibble first, stored as value + 8. Rounded to bf16: the weights
+// that every bf16 reference multiplies with.
+STATETAP_VECTOR_CLONES void UnpackRow(const uint32_t* words, const float* scales, int64_t groups,
+                                      float* to) {
+  for (int64_t group = 0; group < groups; ++group) {
+    for (int i = 0; i < kGroup; ++i) {
+      const auto nibble = static_cast<int>(
+          (words[group * (kGroup / kWordColumns) + i / kWordColumns] >> (4 * (i % kWordColumns))) &
+          15u);
+      to[group * kGroup + i] =
+          Bf16ToFloat(FloatToBf16(static_cast<float>(nibble - 8) * scales[group]));
+    }
   }
 }
 
@@ -87,12 +95,10 @@ void Experts::ReadRow(int slot, Projection projection, int64_t row, float* to) c
   const Matrix& weights = parts_[static_cast<size_t>(ExpertPart(slot, projection, false))];
   if (!shape_.int4) return weights.ReadRow(row, to);
   const Matrix& scales = parts_[static_cast<size_t>(ExpertPart(slot, projection, true))];
-  const auto* words = reinterpret_cast<const uint32_t*>(weights.RowBytes(row));
-  for (int64_t group = 0; group < scales.cols(); ++group) {
-    const float scale = scales.At(row, group);
-    for (int64_t w = 0; w < kGroup / kWordColumns; ++w, ++words, to += kWordColumns)
-      UnpackWord(*words, scale, to);
-  }
+  std::vector<float> row_scales(static_cast<size_t>(scales.cols()));
+  scales.ReadRow(row, row_scales.data());
+  UnpackRow(reinterpret_cast<const uint32_t*>(weights.RowBytes(row)), row_scales.data(),
+            scales.cols(), to);
 }
 
 }  // namespace statetap::cpu

@@ -13,7 +13,7 @@ namespace {
 float Silu(float x) { return x / (1.0f + std::exp(-x)); }
 
 // Keeps the groups worth most: a group's worth is the sum of its two best biased scores
-// (DeepSeek-V3 report, §2.1.2). Others get 0, as in the reference.
+// (DeepSeek-V3 report, §2.1.2). Others are out, whatever their bias: −∞, not 0.
 void MaskGroups(std::span<float> biased, int num_groups, int top_groups) {
   const size_t size = biased.size() / static_cast<size_t>(num_groups);
   std::vector<float> worth(static_cast<size_t>(num_groups));
@@ -30,7 +30,7 @@ void MaskGroups(std::span<float> biased, int num_groups, int top_groups) {
   std::stable_sort(order.begin(), order.end(),
                    [&](size_t a, size_t b) { return worth[a] > worth[b]; });
   for (size_t i = static_cast<size_t>(top_groups); i < order.size(); ++i) {
-    std::fill_n(biased.begin() + static_cast<int64_t>(order[i] * size), size, 0.0f);
+    std::fill_n(biased.begin() + static_cast<int64_t>(order[i] * size), size, -INFINITY);
   }
 }
 
@@ -82,40 +82,48 @@ void CpuBackend::RoutedFfn(const Step& step, const RoutedFfnParams& p) {
   const int hidden = slots.shape().hidden, width = slots.shape().width;
   const auto* x = static_cast<const float*>(p.x);
   auto* partial = static_cast<float*>(p.partial);
-  std::fill_n(partial, int64_t{step.num_tokens} * hidden, 0.0f);
+
+  // Rows of this rank, sorted by expert: (expert, token, weight).
   struct Use {
+    int32_t expert;
     int64_t token;
     float weight;
   };
-  std::vector<std::vector<Use>> uses(p.slot_of_expert.size());
+  std::vector<Use> uses;
   for (int64_t i = 0; i < int64_t{step.num_tokens} * p.top_k; ++i) {
-    uses[static_cast<size_t>(p.experts[i])].push_back({i / p.top_k, p.weights[i]});
+    if (p.slot_of_expert[static_cast<size_t>(p.experts[i])] >= 0)
+      uses.push_back({p.experts[i], i / p.top_k, p.weights[i]});
   }
-  for (size_t expert = 0; expert < uses.size(); ++expert) {
-    const int slot = p.slot_of_expert[expert];
-    const auto count = static_cast<int64_t>(uses[expert].size());
-    if (slot < 0 || count == 0) continue;
-    for (int64_t i = 0; i < count; ++i) {
-      std::copy_n(x + uses[expert][static_cast<size_t>(i)].token * hidden, hidden,
-                  gathered_.data() + i * hidden);
-    }
-    MatMul({gathered_.data(), hidden, count, slots.reader(slot, Projection::kGate), width, hidden,
-            gate_.data(), width},
-           pool_);
-    MatMul({gathered_.data(), hidden, count, slots.reader(slot, Projection::kUp), width, hidden,
-            up_.data(), width},
-           pool_);
-    for (int64_t i = 0; i < count * width; ++i) {
-      gate_[static_cast<size_t>(i)] =
-          Silu(gate_[static_cast<size_t>(i)]) * up_[static_cast<size_t>(i)];
-    }
-    MatMul({gate_.data(), width, count, slots.reader(slot, Projection::kDown), hidden, width,
-            expert_out_.data(), hidden},
-           pool_);
-    for (int64_t i = 0; i < count; ++i) {
-      const Use& use = uses[expert][static_cast<size_t>(i)];
-      Axpy(use.weight, expert_out_.data() + i * hidden, partial + use.token * hidden, hidden);
-    }
+  std::stable_sort(uses.begin(), uses.end(),
+                   [](const Use& a, const Use& b) { return a.expert < b.expert; });
+  const auto count = static_cast<int64_t>(uses.size());
+  std::vector<float> rows(static_cast<size_t>(count * hidden)),
+      gate(static_cast<size_t>(count * width)), up(gate.size());
+  for (int64_t i = 0; i < count; ++i)
+    std::copy_n(x + uses[static_cast<size_t>(i)].token * hidden, hidden, rows.data() + i * hidden);
+
+  std::vector<MatMulParams> in, down;
+  for (int64_t first = 0, end; first < count; first = end) {
+    const int32_t expert = uses[static_cast<size_t>(first)].expert;
+    for (end = first; end < count && uses[static_cast<size_t>(end)].expert == expert;) ++end;
+    const int slot = p.slot_of_expert[static_cast<size_t>(expert)];
+    const float* from = rows.data() + first * hidden;
+    in.push_back({from, hidden, end - first, slots.reader(slot, Projection::kGate), width, hidden,
+                  gate.data() + first * width, width});
+    in.push_back({from, hidden, end - first, slots.reader(slot, Projection::kUp), width, hidden,
+                  up.data() + first * width, width});
+    down.push_back({gate.data() + first * width, width, end - first,
+                    slots.reader(slot, Projection::kDown), hidden, width,
+                    rows.data() + first * hidden, hidden});
+  }
+  MatMuls(in, pool_);
+  for (size_t i = 0; i < gate.size(); ++i) gate[i] = Silu(gate[i]) * up[i];
+  MatMuls(down, pool_);
+
+  std::fill_n(partial, int64_t{step.num_tokens} * hidden, 0.0f);
+  for (int64_t i = 0; i < count; ++i) {  // a token's experts in ascending order
+    Axpy(uses[static_cast<size_t>(i)].weight, rows.data() + i * hidden,
+         partial + uses[static_cast<size_t>(i)].token * hidden, hidden);
   }
 }
 

@@ -7,6 +7,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <span>
 
 #include "extractor/base/worker_pool.h"
 
@@ -15,6 +16,10 @@ namespace statetap::cpu {
 float Dot(const float* a, const float* b, int n);
 // y += scale * x
 void Axpy(float scale, const float* x, float* y, int n);
+// out[i] = Dot(a, row i), for `count` rows that lie `stride` floats apart.
+void Dots(const float* a, const float* rows, int64_t stride, int count, int n, float* out);
+// y += scales[i] * row i, one row after the other.
+void AxpyRows(const float* scales, const float* rows, int64_t stride, int count, int n, float* y);
 
 // Writes weight row `row` as fp32 into to[0, cols).
 using RowReader = std::function<void(int64_t row, float* to)>;
@@ -31,5 +36,7 @@ struct MatMulParams {
   int64_t y_stride;
 };
 void MatMul(const MatMulParams& params, WorkerPool& pool);
+// Several at once: the pool splits all their weight rows together.
+void MatMuls(std::span<const MatMulParams> products, WorkerPool& pool);
 
 }  // namespace statetap::cpu

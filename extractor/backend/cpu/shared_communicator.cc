@@ -4,9 +4,11 @@
 
 namespace statetap::cpu {
 
-void SharedGroup::Meet(int rank, const void* pointer) {
+void SharedGroup::Meet(int rank, const void* pointer) { Wait(rank, pointer); }
+
+void SharedGroup::Wait(int rank, const void* pointer) {
   std::unique_lock lock(mutex_);
-  pointers_[static_cast<size_t>(rank)] = pointer;
+  if (rank >= 0) pointers_[static_cast<size_t>(rank)] = pointer;
   const uint64_t round = round_;
   if (++waiting_ == world()) {
     waiting_ = 0;
@@ -35,7 +37,7 @@ void SharedCommunicator::SumRows(const float* partial, RowRange rows, int width,
       for (size_t i = 0; i < count; ++i) own[i] += from[i];
     }
   }
-  group_->Meet(rank_, nullptr);  // nobody overwrites a partial that another still reads
+  group_->Leave();
 }
 
 void SharedCommunicator::GatherRows(const void* own, int num_tokens, size_t row_bytes, void* all) {
@@ -47,7 +49,7 @@ void SharedCommunicator::GatherRows(const void* own, int num_tokens, size_t row_
     if (to != group_->at(rank))
       std::memmove(to, group_->at(rank), static_cast<size_t>(rows.count) * row_bytes);
   }
-  group_->Meet(rank_, nullptr);
+  group_->Leave();
 }
 
 void SharedCommunicator::GatherBlocks(const void* own, size_t bytes, void* all) {
@@ -56,7 +58,7 @@ void SharedCommunicator::GatherBlocks(const void* own, size_t bytes, void* all) 
     std::memcpy(static_cast<std::byte*>(all) + static_cast<size_t>(rank) * bytes, group_->at(rank),
                 bytes);
   }
-  group_->Meet(rank_, nullptr);
+  group_->Leave();
 }
 
 }  // namespace statetap::cpu

@@ -14,14 +14,17 @@ namespace statetap::cpu {
 class SharedGroup {
  public:
   explicit SharedGroup(int world) : pointers_(static_cast<size_t>(world)) {}
-  // Publishes this rank's pointer and waits until all have; then at(r) is valid until the next
-  // Meet.
+  // Publishes this rank's pointer and waits until all have; at(r) is valid until this rank's Leave.
   void Meet(int rank, const void* pointer);
+  // Waits until every rank is done with what the others published.
+  void Leave() { Wait(-1, nullptr); }
   const void* at(int rank) const { return pointers_[static_cast<size_t>(rank)]; }
   int world() const { return static_cast<int>(pointers_.size()); }
   void Abort();
 
  private:
+  void Wait(int rank, const void* pointer);
+
   std::vector<const void*> pointers_;
   std::mutex mutex_;
   std::condition_variable all_here_;

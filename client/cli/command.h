@@ -1,0 +1,88 @@
+// A command of `statetap`: its name, help and options, and what it does. One file a group of
+// commands; app.cc knows them all.
+#pragma once
+
+#include <CLI/App.hpp>
+#include <CLI/Config.hpp>
+#include <CLI/Formatter.hpp>
+#include <atomic>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <ostream>
+#include <string>
+#include <vector>
+
+#include "client/cli/progress.h"
+#include "client/lib/client.h"
+#include "extractor/base/json.h"
+#include "extractor/base/status.h"
+
+namespace statetap {
+
+enum ExitCode : int {
+  kExitDone = 0,
+  kExitFailed = 1,
+  kExitUsage = 2,     // wrong usage or a refused input file
+  kExitRejected = 3,  // done, but more samples were rejected than allowed
+  kExitInterrupted = 130,
+};
+
+// Where a command's results and messages go, and which server it talks to.
+class Context {
+ public:
+  struct Terminal {
+    bool out = false, err = false;  // are they terminals?
+    int width = 80;                 // columns
+  };
+  Context(std::ostream& out, std::ostream& err, Terminal terminal)
+      : out(out), err(err), terminal(terminal) {}
+
+  // Connects on first use. INVALID_ARGUMENT for an address without a port.
+  absl::StatusOr<Client*> client();
+  // From any thread: running calls end with CANCELLED.
+  void Interrupt();
+  bool interrupted() const { return interrupted_; }
+
+  // A message on standard error; not with --quiet.
+  void Say(std::string_view line);
+  // One line of JSON on standard output.
+  void PrintJson(const Json& value);
+  // The width tables have to keep to on standard output; 0: none.
+  int table_width() const { return terminal.out ? terminal.width : 0; }
+  std::unique_ptr<Progress> MakeProgress();
+
+  std::ostream& out;
+  std::ostream& err;
+  Terminal terminal;
+  std::string server = "127.0.0.1:7070";
+  bool json = false;
+  bool quiet = false;
+  ClientOptions client_options;
+
+ private:
+  std::mutex mutex_;
+  std::unique_ptr<Client> client_;
+  std::atomic<bool> interrupted_ = false;
+};
+
+// OK carries an exit code; errors become one by ExitCodeOf.
+using Runner = std::function<absl::StatusOr<int>(Context&)>;
+
+struct Command {
+  std::string name;
+  std::string help;      // one line
+  std::string examples;  // below the options in --help
+  // Adds the options to its part of the command line; what it returns is called once they are read.
+  std::function<Runner(CLI::App&)> declare;
+};
+
+// INVALID_ARGUMENT is wrong usage, CANCELLED an interruption, all else a failure.
+int ExitCodeOf(const absl::Status& status);
+
+std::vector<Command> AllCommands();
+
+// Runs `arguments` (without the program's name) and returns the exit code. Never throws.
+int RunApp(const std::vector<std::string>& arguments, Context& context);
+
+}  // namespace statetap

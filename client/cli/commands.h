@@ -1,0 +1,21 @@
+// The commands by file.
+#pragma once
+
+#include <vector>
+
+#include "client/cli/command.h"
+
+namespace statetap {
+
+Command SubmitCommand();
+std::vector<Command> JobCommands();     // list, show, watch, cancel
+std::vector<Command> SampleCommands();  // samples, rejected
+std::vector<Command> ShardCommands();   // shards, check
+Command TokensCommand();
+Command StatsCommand();
+Command ViewCommand();
+Command StreamCommand();
+std::vector<Command> ModelCommands();  // model, ask
+Command MakeCheckpointCommand();
+
+}  // namespace statetap

@@ -1,0 +1,103 @@
+// list, show, watch, cancel.
+#include "client/cli/commands.h"
+#include "client/cli/job_text.h"
+#include "client/cli/table.h"
+#include "client/lib/proto_json.h"
+
+namespace statetap {
+namespace {
+
+std::shared_ptr<std::string> AddJob(CLI::App& app) {
+  auto job = std::make_shared<std::string>();
+  app.add_option("JOB", *job, "Job's id or name")->required();
+  return job;
+}
+
+void PrintJob(Context& context, const v1::Job& job) {
+  if (context.json) {
+    context.PrintJson(JsonOf(job));
+  } else {
+    context.out << DescribeJob(job);
+  }
+}
+
+absl::StatusOr<int> List(Context& context) {
+  STATETAP_ASSIGN_OR_RETURN(Client* const client, context.client());
+  STATETAP_ASSIGN_OR_RETURN(const std::vector<v1::Job> jobs, client->ListJobs());
+  if (context.json) {
+    Json list = Json::array();
+    for (const v1::Job& job : jobs) list.push_back(JsonOf(job));
+    context.PrintJson({{"jobs", std::move(list)}});
+    return kExitDone;
+  }
+  if (jobs.empty()) {
+    context.Say("no jobs; make one with `statetap submit FILE --wait`");
+    return kExitDone;
+  }
+  Table table({Left("job"), Left("name"), Left("state"), Right("stored"), Right("of"),
+               Right("rejected"), Right("tokens"), Right("size"), Right("tok/s"), Left("created")});
+  for (const v1::Job& job : jobs) {
+    table.Add({job.id(), job.name(), StateName(job.state()), FormatCount(job.counts().stored()),
+               FormatCount(job.counts().submitted()), FormatCount(job.counts().rejected()),
+               FormatCount(job.tokens()), FormatBytes(job.bytes()),
+               FormatRate(job.tokens_per_second()), FormatTime(job.created_unix_ms())});
+  }
+  context.out << table.Format(context.table_width());
+  return kExitDone;
+}
+
+absl::StatusOr<int> Show(Context& context, const std::string& job) {
+  STATETAP_ASSIGN_OR_RETURN(Client* const client, context.client());
+  STATETAP_ASSIGN_OR_RETURN(const v1::Job state, client->GetJob(job));
+  PrintJob(context, state);
+  return kExitDone;
+}
+
+absl::StatusOr<int> Cancel(Context& context, const std::string& job) {
+  STATETAP_ASSIGN_OR_RETURN(Client* const client, context.client());
+  STATETAP_ASSIGN_OR_RETURN(const v1::Job state, client->CancelJob(job));
+  PrintJob(context, state);
+  return kExitDone;
+}
+
+absl::StatusOr<int> Watch(Context& context, const std::string& job, const std::string& allowed) {
+  STATETAP_ASSIGN_OR_RETURN(const Allowance max_rejected, ParseAllowance(allowed));
+  std::function<void(const v1::Job&)> each;
+  if (context.json) each = [&](const v1::Job& state) { context.PrintJson(JsonOf(state)); };
+  STATETAP_ASSIGN_OR_RETURN(const v1::Job ended, FollowJob(context, job, each));
+  if (!context.json) context.out << DescribeJob(ended);
+  return ExitCodeOf(ended, max_rejected);
+}
+
+Command JobCommand(std::string name, std::string help, std::string examples,
+                   absl::StatusOr<int> (*run)(Context&, const std::string&)) {
+  return {std::move(name), std::move(help), std::move(examples), [run](CLI::App& app) -> Runner {
+            const auto job = AddJob(app);
+            return [=](Context& context) { return run(context, *job); };
+          }};
+}
+
+}  // namespace
+
+std::vector<Command> JobCommands() {
+  Command list{"list", "All jobs, newest first", "Example:\n  statetap list --json",
+               [](CLI::App&) -> Runner { return List; }};
+  Command watch{"watch", "Follows a job until it ends and exits as `submit --wait` does",
+                "Examples:\n  statetap watch prompts.jsonl\n"
+                "  statetap watch JOB --json          # a line of JSON for every change",
+                [](CLI::App& app) -> Runner {
+                  const auto job = AddJob(app);
+                  auto allowed = std::make_shared<std::string>("0");
+                  app.add_option("--max-rejected", *allowed,
+                                 "More rejected samples than N or P% exit with 3 [0]");
+                  return [=](Context& context) { return Watch(context, *job, *allowed); };
+                }};
+  return {list,
+          JobCommand("show", "A job's state, counts, tokens, rate and shards",
+                     "Example:\n  statetap show prompts.jsonl", Show),
+          watch,
+          JobCommand("cancel", "Ends a job; stored samples stay", "Example:\n  statetap cancel JOB",
+                     Cancel)};
+}
+
+}  // namespace statetap

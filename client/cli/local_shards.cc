@@ -1,0 +1,179 @@
+#include "client/cli/local_shards.h"
+
+#include <algorithm>
+#include <cmath>
+#include <optional>
+
+namespace statetap {
+namespace {
+
+namespace fs = std::filesystem;
+
+bool IsPath(const std::string& word) {
+  std::error_code ignored;
+  return word.ends_with(".h5") || word.find('/') != std::string::npos ||
+         fs::is_directory(word, ignored);
+}
+
+absl::Status AppendShards(const std::string& word, std::vector<fs::path>& paths) {
+  std::error_code error;
+  if (!fs::exists(word, error))
+    return absl::InvalidArgumentError(fmt::format("{} is not there", word));
+  if (!fs::is_directory(word, error)) {
+    paths.emplace_back(word);
+    return absl::OkStatus();
+  }
+  const size_t before = paths.size();
+  for (fs::recursive_directory_iterator at(word, error), end; !error && at != end;
+       at.increment(error))
+    if (at->path().extension() == ".h5") paths.push_back(at->path());
+  if (error)
+    return absl::InvalidArgumentError(fmt::format("cannot list {}: {}", word, error.message()));
+  if (paths.size() == before)
+    return absl::InvalidArgumentError(fmt::format("{} holds no shards (*.h5)", word));
+  std::sort(paths.begin() + static_cast<ptrdiff_t>(before), paths.end());
+  return absl::OkStatus();
+}
+
+// Damage is a failure, not wrong usage.
+absl::Status AsDamage(const absl::Status& status) {
+  return absl::IsInvalidArgument(status) ? absl::DataLossError(status.message()) : status;
+}
+
+std::optional<double> MeanLogprob(const SampleRecord& record) {
+  double sum = 0;
+  int64_t count = 0;
+  if (record.finish_reason == "prefill") return std::nullopt;  // nothing was sampled
+  for (auto t = static_cast<size_t>(record.prompt_tokens); t < record.logprobs.size(); ++t) {
+    if (std::isnan(record.logprobs[t])) continue;
+    sum += record.logprobs[t];
+    ++count;
+  }
+  return count == 0 ? std::nullopt : std::optional(sum / static_cast<double>(count));
+}
+
+v1::BoundaryStatistics Message(int boundary, const BoundaryStatistics& from) {
+  v1::BoundaryStatistics to;
+  const BoundaryStatistics::Overall overall = from.Summary();
+  to.set_boundary(boundary);
+  to.set_layer_output(boundary - 1);
+  to.set_count(from.count);
+  to.set_mean(overall.mean);
+  to.set_std(overall.std);
+  to.set_min(overall.min);
+  to.set_max(overall.max);
+  to.set_abs_max(overall.abs_max);
+  to.set_rms(overall.rms);
+  to.set_row_rms_p01(from.RmsQuantile(0.01));
+  to.set_row_rms_p50(from.RmsQuantile(0.50));
+  to.set_row_rms_p99(from.RmsQuantile(0.99));
+  to.set_zero_rows(from.zero_rows);
+  to.set_nonfinite(from.nonfinite);
+  for (const int64_t rows : from.row_rms_histogram) to.add_row_rms_bins(rows);
+  const auto count = static_cast<double>(from.count);
+  for (size_t c = 0; c < from.mean.size(); ++c) {
+    to.add_channel_mean(from.mean[c]);
+    to.add_channel_std(std::sqrt(from.m2[c] / count));
+    to.add_channel_min(from.min[c]);
+    to.add_channel_max(from.max[c]);
+  }
+  return to;
+}
+
+}  // namespace
+
+absl::StatusOr<Source> ParseSource(const std::vector<std::string>& words) {
+  Source source;
+  for (const std::string& word : words) {
+    if (IsPath(word)) {
+      STATETAP_RETURN_IF_ERROR(AppendShards(word, source.paths));
+    } else if (!source.job.empty()) {
+      return absl::InvalidArgumentError(
+          fmt::format("one job at a time: {} and {}", source.job, word));
+    } else {
+      source.job = word;
+    }
+  }
+  if (!source.job.empty() && !source.paths.empty())
+    return absl::InvalidArgumentError(
+        fmt::format("give either a job ({}) or paths ({})", source.job, source.paths[0].string()));
+  return source;
+}
+
+absl::Status ForEachShard(const std::vector<fs::path>& paths,
+                          const std::function<absl::Status(const ShardReader&)>& visit) {
+  for (const fs::path& path : paths) {
+    const absl::StatusOr<std::unique_ptr<ShardReader>> shard = ShardReader::Open(path);
+    if (!shard.ok()) return AsDamage(shard.status());
+    STATETAP_RETURN_IF_ERROR(AsDamage(visit(**shard)));
+  }
+  return absl::OkStatus();
+}
+
+v1::Sample SampleMessage(const ShardReader& shard, const SampleEntry& entry,
+                         const SampleRecord& record) {
+  v1::Sample sample;
+  sample.set_id(entry.id);
+  sample.set_source(entry.source);
+  sample.set_split(entry.split);
+  sample.set_prompt_tokens(entry.prompt_tokens);
+  sample.set_tokens(static_cast<int32_t>(entry.rows));
+  sample.set_supervised_tokens(static_cast<int32_t>(
+      std::count(record.loss_mask.begin(), record.loss_mask.end(), uint8_t{1})));
+  sample.set_finish_reason(entry.finish_reason);
+  sample.set_truncated(entry.truncated);
+  if (const std::optional<double> mean = MeanLogprob(record)) sample.set_mean_logprob(*mean);
+  sample.set_meta_json(entry.meta_json);
+  sample.set_shard(shard.path().filename().string());
+  sample.set_row(entry.first_row);
+  sample.set_index(entry.source_index);
+  return sample;
+}
+
+v1::Shard ShardMessage(const ShardReader& shard) {
+  v1::Shard message;
+  std::error_code ignored;
+  message.set_name(shard.path().filename().string());
+  message.set_path(shard.path().string());
+  message.set_samples(static_cast<int64_t>(shard.samples().size()));
+  message.set_rows(shard.rows());
+  message.set_bytes(static_cast<int64_t>(fs::file_size(shard.path(), ignored)));
+  message.set_digest(shard.digest());
+  return message;
+}
+
+absl::StatusOr<v1::Statistics> JoinStatistics(const std::vector<fs::path>& paths) {
+  v1::Statistics joined;
+  std::vector<int> boundaries;
+  std::vector<BoundaryStatistics> statistics;
+  int hidden = 0;
+  STATETAP_RETURN_IF_ERROR(ForEachShard(paths, [&](const ShardReader& shard) -> absl::Status {
+    STATETAP_ASSIGN_OR_RETURN(std::vector<BoundaryStatistics> one, shard.ReadStatistics());
+    joined.set_samples(joined.samples() + static_cast<int64_t>(shard.samples().size()));
+    joined.set_rows(joined.rows() + shard.rows());
+    if (statistics.empty()) {
+      boundaries = shard.config().boundaries;
+      hidden = shard.config().hidden;
+      statistics = std::move(one);
+      return absl::OkStatus();
+    }
+    if (shard.config().boundaries != boundaries || shard.config().hidden != hidden)
+      return absl::FailedPreconditionError(
+          fmt::format("{} has boundaries {} of {} values, others {} of {}; look at them apart",
+                      shard.path().string(), fmt::join(shard.config().boundaries, ","),
+                      shard.config().hidden, fmt::join(boundaries, ","), hidden));
+    for (size_t b = 0; b < statistics.size(); ++b) statistics[b].Merge(one[b]);
+    return absl::OkStatus();
+  }));
+  for (size_t b = 0; b < statistics.size(); ++b)
+    *joined.add_boundaries() = Message(boundaries[b], statistics[b]);
+  for (const StatisticsAlarm& alarm : FindAlarms(boundaries, statistics)) {
+    v1::Alarm& to = *joined.add_alarms();
+    to.set_kind(alarm.kind);
+    to.set_boundary(alarm.boundary);
+    to.set_message(alarm.message);
+  }
+  return joined;
+}
+
+}  // namespace statetap

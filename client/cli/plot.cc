@@ -1,0 +1,118 @@
+#include "client/cli/plot.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <string_view>
+#include <vector>
+
+namespace statetap {
+namespace {
+
+constexpr int kLabelWidth = 10;
+constexpr int kMinPlot = 20, kMaxPlot = 100;
+
+// log2 of the rms at the lower edge of a bin: BoundaryStatistics.row_rms_bins.
+double EdgeOf(int bin) { return bin / 8.0 - 16; }
+
+struct Axis {
+  double low = 0, high = 1;  // log2 of rms
+  int width = kMinPlot;
+  int Column(double log2_rms) const {
+    const double share = (log2_rms - low) / (high - low);
+    return std::clamp(static_cast<int>(share * width), 0, width - 1);
+  }
+};
+
+// From the lowest to the highest bin that any boundary uses.
+Axis AxisFor(const v1::Statistics& statistics, int width) {
+  int first = 1 << 20, last = -1;
+  for (const v1::BoundaryStatistics& boundary : statistics.boundaries()) {
+    for (int bin = 0; bin < boundary.row_rms_bins_size(); ++bin) {
+      if (boundary.row_rms_bins(bin) == 0) continue;
+      first = std::min(first, bin);
+      last = std::max(last, bin);
+    }
+  }
+  Axis axis;
+  axis.width = std::clamp(width - kLabelWidth - 1, kMinPlot, kMaxPlot);
+  if (last >= first && last >= 0) {
+    axis.low = EdgeOf(first);
+    axis.high = EdgeOf(last + 1);
+  }
+  return axis;
+}
+
+std::string Label(const v1::BoundaryStatistics& boundary) {
+  return fmt::format("{:>{}} ", boundary.boundary(), kLabelWidth);
+}
+
+std::string Scale(const Axis& axis) {
+  const std::string low = fmt::format("{:.3g}", std::exp2(axis.low));
+  const std::string high = fmt::format("{:.3g}", std::exp2(axis.high));
+  return fmt::format("{:>{}} {}{:>{}}\n", "rms", kLabelWidth, low, high,
+                     axis.width - static_cast<int>(low.size()));
+}
+
+std::string RangeLine(const v1::BoundaryStatistics& boundary, const Axis& axis) {
+  std::vector<std::string_view> cells(static_cast<size_t>(axis.width), " ");
+  if (boundary.count() > 0 && boundary.row_rms_p50() > 0) {
+    const auto low = static_cast<size_t>(axis.Column(std::log2(boundary.row_rms_p01())));
+    const auto high = static_cast<size_t>(axis.Column(std::log2(boundary.row_rms_p99())));
+    for (size_t i = low; i <= high; ++i) cells[i] = "─";
+    cells[low] = "├";
+    cells[high] = "┤";
+    cells[static_cast<size_t>(axis.Column(std::log2(boundary.row_rms_p50())))] = "█";
+  }
+  return fmt::format("{}", fmt::join(cells, ""));
+}
+
+std::string HistogramLine(const v1::BoundaryStatistics& boundary, const Axis& axis) {
+  constexpr std::array<std::string_view, 9> kLevels = {" ", "▁", "▂", "▃", "▄", "▅", "▆", "▇", "█"};
+  // A bin may be wider than a column: its rows are spread over the columns it covers.
+  std::vector<double> columns(static_cast<size_t>(axis.width));
+  for (int bin = 0; bin < boundary.row_rms_bins_size(); ++bin) {
+    const auto rows = static_cast<double>(boundary.row_rms_bins(bin));
+    if (rows == 0) continue;
+    const int first = axis.Column(EdgeOf(bin));
+    const int last = std::max(first, axis.Column(EdgeOf(bin + 1) - 1e-9));
+    for (int c = first; c <= last; ++c)
+      columns[static_cast<size_t>(c)] += rows / (last - first + 1);
+  }
+  const double most = *std::max_element(columns.begin(), columns.end());
+  std::string line;
+  for (const double rows : columns) {
+    // What is there is seen, however little.
+    const int level = rows == 0 ? 0 : std::max(1, static_cast<int>(std::lround(8 * rows / most)));
+    line += kLevels[static_cast<size_t>(level)];
+  }
+  return line;
+}
+
+std::string Plot(const v1::Statistics& statistics, int width, std::string_view title,
+                 std::string (*line)(const v1::BoundaryStatistics&, const Axis&)) {
+  const Axis axis = AxisFor(statistics, width);
+  std::string text = fmt::format("{}\n", title);
+  for (const v1::BoundaryStatistics& boundary : statistics.boundaries()) {
+    std::string drawn = line(boundary, axis);
+    drawn.erase(drawn.find_last_not_of(' ') + 1);
+    text += Label(boundary) + drawn + "\n";
+  }
+  return text + Scale(axis);
+}
+
+}  // namespace
+
+std::string PlotRms(const v1::Statistics& statistics, int width) {
+  return Plot(statistics, width, "rms of rows by boundary, p01 ├ █ median ┤ p99, logarithmic",
+              RangeLine);
+}
+
+std::string PlotHistograms(const v1::Statistics& statistics, int width) {
+  return Plot(statistics, width, "rows by rms, each boundary to its own peak, logarithmic",
+              HistogramLine);
+}
+
+}  // namespace statetap

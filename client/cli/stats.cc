@@ -1,0 +1,89 @@
+// stats: per-boundary statistics as a table, JSON or a plot.
+#include "client/cli/commands.h"
+#include "client/cli/format.h"
+#include "client/cli/local_shards.h"
+#include "client/cli/plot.h"
+#include "client/cli/table.h"
+#include "client/cli/text_width.h"
+#include "client/lib/proto_json.h"
+
+namespace statetap {
+namespace {
+
+struct StatsFlags {
+  std::vector<std::string> source;
+  bool plot = false, channels = false;
+};
+
+absl::StatusOr<v1::Statistics> StatisticsOf(Context& context, const StatsFlags& flags) {
+  STATETAP_ASSIGN_OR_RETURN(const Source source, ParseSource(flags.source));
+  if (!source.job.empty()) {
+    STATETAP_ASSIGN_OR_RETURN(Client* const client, context.client());
+    return client->GetStatistics(source.job, flags.channels);
+  }
+  STATETAP_ASSIGN_OR_RETURN(v1::Statistics statistics, JoinStatistics(source.paths));
+  if (!flags.channels) {
+    for (v1::BoundaryStatistics& boundary : *statistics.mutable_boundaries()) {
+      boundary.clear_channel_mean();
+      boundary.clear_channel_std();
+      boundary.clear_channel_min();
+      boundary.clear_channel_max();
+    }
+  }
+  return statistics;
+}
+
+void PrintTable(Context& context, const v1::Statistics& statistics) {
+  context.out << fmt::format("{} rows of {} samples\n", FormatCount(statistics.rows()),
+                             FormatCount(statistics.samples()));
+  Table table({Right("boundary"), Right("layer out"), Right("rows"), Right("mean"), Right("std"),
+               Right("rms p01"), Right("p50"), Right("p99"), Right("abs max"), Right("zero rows"),
+               Right("non-finite")});
+  for (const v1::BoundaryStatistics& boundary : statistics.boundaries())
+    table.Add({std::to_string(boundary.boundary()), std::to_string(boundary.layer_output()),
+               FormatCount(boundary.count()), FormatNumber(boundary.mean()),
+               FormatNumber(boundary.std()), FormatNumber(boundary.row_rms_p01()),
+               FormatNumber(boundary.row_rms_p50()), FormatNumber(boundary.row_rms_p99()),
+               FormatNumber(boundary.abs_max()), FormatCount(boundary.zero_rows()),
+               FormatCount(boundary.nonfinite())});
+  context.out << table.Format(context.table_width());
+}
+
+absl::StatusOr<int> Stats(Context& context, const StatsFlags& flags) {
+  STATETAP_ASSIGN_OR_RETURN(const v1::Statistics statistics, StatisticsOf(context, flags));
+  if (context.json) {
+    context.PrintJson(JsonOf(statistics));
+    return kExitDone;
+  }
+  if (statistics.boundaries().empty()) {
+    context.Say("no committed shards yet, so no statistics");
+    return kExitDone;
+  }
+  PrintTable(context, statistics);
+  for (const v1::Alarm& alarm : statistics.alarms())
+    context.out << fmt::format("ALARM {}: {}\n", alarm.kind(), Printable(alarm.message()));
+  if (flags.plot) {
+    context.out << '\n' << PlotRms(statistics, context.terminal.width);
+    context.out << '\n' << PlotHistograms(statistics, context.terminal.width);
+  }
+  return kExitDone;
+}
+
+}  // namespace
+
+Command StatsCommand() {
+  return {
+      "stats", "Statistics by boundary of a job or of shards here",
+      "Boundary k is the residual stream after k layers, the output of layer k-1.\n\n"
+      "Examples:\n  statetap stats prompts.jsonl --plot\n"
+      "  statetap stats shards/ --json --channels > channels.json",
+      [](CLI::App& app) -> Runner {
+        auto flags = std::make_shared<StatsFlags>();
+        app.add_option("SOURCE", flags->source, "A job, or shard files and folders")->required();
+        app.add_flag("--plot", flags->plot, "Draw row norms by boundary and their histograms");
+        app.add_flag("--channels", flags->channels, "With --json: figures of every channel too");
+        return [=](Context& context) { return Stats(context, *flags); };
+      }};
+}
+
+}  // namespace statetap

@@ -1,0 +1,173 @@
+// submit: validate, upload, perhaps wait.
+#include <algorithm>
+
+#include "client/cli/commands.h"
+#include "client/cli/input_faults.h"
+#include "client/cli/job_flags.h"
+#include "client/cli/job_text.h"
+#include "client/cli/text_width.h"
+#include "client/lib/proto_json.h"
+
+namespace statetap {
+namespace {
+
+struct SubmitFlags {
+  std::vector<std::string> files;
+  JobFlags job;
+  std::string max_rejected = "0";
+  bool wait = false, skip_bad = false, dry_run = false;
+};
+
+absl::Status SetMode(const InputSummary& summary, v1::JobOptions& options) {
+  if (options.mode() != v1::JOB_MODE_UNSPECIFIED) return absl::OkStatus();
+  if (summary.first_generate && summary.first_prefill) {
+    return absl::InvalidArgumentError(fmt::format(
+        "some lines are to be answered ({}) and some hold their answer ({}); say --mode generate "
+        "or --mode prefill, or submit them apart",
+        At(*summary.first_generate), At(*summary.first_prefill)));
+  }
+  options.set_mode(summary.first_prefill ? v1::JOB_MODE_PREFILL : v1::JOB_MODE_GENERATE);
+  return absl::OkStatus();
+}
+
+// A list that equals the default minus one was most likely meant as outputs of layers.
+void WarnAboutTaps(Context& context, const v1::JobOptions& options, Client& client) {
+  if (options.taps().empty()) return;
+  const absl::StatusOr<v1::ModelDescription> model = client.DescribeModel();
+  if (!model.ok()) return;  // the upload will say why
+  if (std::equal(options.taps().begin(), options.taps().end(), model->tap_layer_outputs().begin(),
+                 model->tap_layer_outputs().end())) {
+    context.err << fmt::format(
+        "warning: --taps {} is the default minus one; --taps counts boundaries (the default is "
+        "{}). For outputs of layers write --taps output:{}\n",
+        fmt::join(options.taps(), ","), fmt::join(model->taps(), ","),
+        fmt::join(options.taps(), ","));
+  }
+}
+
+// Sends the samples of the files, as often as it takes: an equal job is the same job.
+class Upload {
+ public:
+  Upload(const InputFiles& files, Context& context, int64_t samples, bool skip_bad)
+      : files_(files), context_(context), samples_(samples), skip_bad_(skip_bad) {}
+
+  absl::StatusOr<v1::Job> Run(Client& client, const v1::JobOptions& options) {
+    const auto progress = context_.MakeProgress();
+    for (int attempt = 1;; ++attempt) {
+      absl::StatusOr<v1::Job> job = Try(client, options, *progress);
+      if (!absl::IsUnavailable(job.status()) || attempt >= client.options().attempts) return job;
+      STATETAP_RETURN_IF_ERROR(client.Backoff(attempt));
+    }
+  }
+
+ private:
+  absl::StatusOr<v1::Job> Try(Client& client, const v1::JobOptions& options, Progress& progress) {
+    int64_t sent = 0;
+    return client.CreateJob(options, [&](const Client::SendBatch& send) -> absl::Status {
+      SampleBatcher batcher(send);
+      STATETAP_RETURN_IF_ERROR(files_.ForEach(
+          [&](InputLine line) -> absl::Status {
+            if (context_.interrupted()) return absl::CancelledError("interrupted");
+            if (!line.parsed.ok() && skip_bad_) return absl::OkStatus();
+            if (!line.parsed.ok())
+              return absl::FailedPreconditionError(
+                  fmt::format("{}: was good when checked; the file changes", At(line.place)));
+            progress.ShowCount("uploading", ++sent, samples_);
+            return batcher.Add(std::move(line.parsed->sample));
+          },
+          nullptr));
+      return batcher.Flush();
+    });
+  }
+
+  const InputFiles& files_;
+  Context& context_;
+  int64_t samples_;
+  bool skip_bad_;
+};
+
+int PrintPlan(Context& context, const InputSummary& summary, const v1::JobOptions& options) {
+  if (context.json) {
+    Json sources = Json::object();
+    for (const auto& [source, samples] : summary.samples_by_source) sources[source] = samples;
+    context.PrintJson({{"samples", summary.samples},
+                       {"skipped_lines", summary.faulty_lines},
+                       {"text_bytes", summary.text_bytes},
+                       {"token_ids", summary.token_ids},
+                       {"samples_by_source", std::move(sources)},
+                       {"options", JsonOf(options)}});
+    return kExitDone;
+  }
+  context.out << fmt::format("would submit {} samples as \"{}\", mode {}\n",
+                             FormatCount(summary.samples), options.name(),
+                             options.mode() == v1::JOB_MODE_PREFILL ? "prefill" : "generate");
+  for (const auto& [source, samples] : summary.samples_by_source)
+    context.out << fmt::format("  {} from {}\n", FormatCount(samples), Printable(source));
+  if (summary.text_bytes > 0)
+    context.out << fmt::format("  {} of text\n", FormatBytes(summary.text_bytes));
+  if (summary.token_ids > 0)
+    context.out << fmt::format("  {} token ids\n", FormatCount(summary.token_ids));
+  return kExitDone;
+}
+
+absl::StatusOr<int> Submit(Context& context, const SubmitFlags& flags) {
+  STATETAP_ASSIGN_OR_RETURN(const Allowance max_rejected, ParseAllowance(flags.max_rejected));
+  STATETAP_ASSIGN_OR_RETURN(v1::JobOptions options, OptionsFrom(flags.job));
+  STATETAP_ASSIGN_OR_RETURN(const auto files, OpenInput(flags.files));
+  STATETAP_ASSIGN_OR_RETURN(const InputSummary summary,
+                            CheckInput(context, *files, flags.skip_bad));
+  STATETAP_RETURN_IF_ERROR(SetMode(summary, options));
+  if (options.name().empty()) options.set_name(files->DefaultName());
+  if (flags.dry_run) return PrintPlan(context, summary, options);
+
+  STATETAP_ASSIGN_OR_RETURN(Client* const client, context.client());
+  WarnAboutTaps(context, options, *client);
+  STATETAP_ASSIGN_OR_RETURN(
+      const v1::Job job,
+      Upload(*files, context, summary.samples, flags.skip_bad).Run(*client, options));
+  // The id comes first and alone, so that it is known whatever happens while waiting.
+  if (!context.json) context.out << job.id() << '\n' << std::flush;
+  if (!flags.wait) {
+    if (context.json) context.PrintJson({{"id", job.id()}});
+    context.Say(fmt::format("{} samples submitted; follow them with `statetap watch {}`",
+                            FormatCount(job.counts().submitted()), job.id()));
+    return kExitDone;
+  }
+  STATETAP_ASSIGN_OR_RETURN(const v1::Job ended, FollowJob(context, job.id(), nullptr));
+  if (context.json) context.PrintJson(JsonOf(ended));
+  context.Say(DescribeJob(ended));
+  return ExitCodeOf(ended, max_rejected);
+}
+
+}  // namespace
+
+Command SubmitCommand() {
+  return {"submit", "Checks files of prompts or chats, uploads them and prints the job's id",
+          "Input: JSON lines (.jsonl, also gzip or zstd; - is standard input), each one of\n"
+          "  {\"id\", \"messages\": [...], \"tools\": [...]}         a chat\n"
+          "  {\"id\", \"prompt\": \"text\"}                          raw text\n"
+          "  {\"id\", \"input_ids\": [...], \"loss_mask\": [...]}    token ids\n"
+          "  {\"prompt_token_ids\": [...], \"token_ids\": [...]}   another engine's answer\n"
+          "  {\"custom_id\", \"body\": {\"messages\": ...}}          an OpenAI batch line\n"
+          "  {\"conversations\": [{\"from\", \"value\"}, ...]}       ShareGPT\n"
+          "and optionally source, meta (scalars), thinking, max_new_tokens.\n\n"
+          "Examples:\n  statetap submit prompts.jsonl --wait\n"
+          "  statetap submit chats.jsonl.gz --mode prefill --taps 2,4,5\n"
+          "  zcat more.gz | statetap submit - --name more --max-rejected 1%",
+          [](CLI::App& app) -> Runner {
+            auto flags = std::make_shared<SubmitFlags>();
+            app.add_option("FILE", flags->files, "JSON lines; - is standard input")->required();
+            app.add_flag("--wait", flags->wait, "Show progress and exit as the job ends");
+            app.add_flag("--dry-run", flags->dry_run, "Check the files and submit nothing");
+            app.add_flag("--skip-bad", flags->skip_bad,
+                         "List lines that are no samples, skip them");
+            app.add_option("--max-rejected", flags->max_rejected,
+                           "With --wait: more rejected samples than N or P% exit with 3 [0]");
+            AddTextFlags(app, flags->job);
+            AddSamplingFlags(app, flags->job);
+            AddCaptureFlags(app, flags->job);
+            return [=](Context& context) { return Submit(context, *flags); };
+          }};
+}
+
+}  // namespace statetap

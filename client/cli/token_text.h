@@ -1,0 +1,35 @@
+// The text of token ids, from a tokenizer here or from the server's.
+#pragma once
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "client/lib/client.h"
+#include "client/lib/local_model.h"
+
+namespace statetap {
+
+class TokenText {
+ public:
+  virtual ~TokenText() = default;
+  // One text for each run of ids; half a character at a run's edge becomes U+FFFD.
+  virtual absl::StatusOr<std::vector<std::string>> TextOf(
+      const std::vector<std::vector<int32_t>>& runs) = 0;
+};
+
+std::unique_ptr<TokenText> TextFromServer(Client& client);
+std::unique_ptr<TokenText> TextFromModel(const LocalModel& model);
+
+// Stretches of equal mask value.
+struct MaskRun {
+  size_t begin, end;
+  bool supervised;
+};
+std::vector<MaskRun> RunsOf(std::string_view loss_mask);
+
+// The sample's text with its supervised part marked: green on a terminal, else in ⟦ ⟧.
+absl::StatusOr<std::string> MarkedText(TokenText& text, const std::vector<int32_t>& ids,
+                                       std::string_view loss_mask, bool colour);
+
+}  // namespace statetap

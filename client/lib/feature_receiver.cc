@@ -1,0 +1,275 @@
+#include "client/lib/feature_receiver.h"
+
+#include <algorithm>
+#include <cstring>
+#include <span>
+
+#include "extractor/shard/shard_reader.h"
+
+namespace statetap {
+namespace {
+
+constexpr int64_t kMaxTokens = int64_t{1} << 31;
+
+SampleRecord RecordOf(const v1::SampleHeader& from) {
+  SampleRecord record;
+  record.id = from.id();
+  record.source = from.source();
+  record.meta_json = from.meta_json();
+  record.split = from.split();
+  record.input_ids.assign(from.input_ids().begin(), from.input_ids().end());
+  record.loss_mask.assign(from.loss_mask().begin(), from.loss_mask().end());
+  record.logprobs.assign(from.logprobs().begin(), from.logprobs().end());
+  record.entropies.assign(from.entropies().begin(), from.entropies().end());
+  record.prompt_tokens = from.prompt_tokens();
+  record.finish_reason = from.finish_reason();
+  record.truncated = from.truncated();
+  record.source_index = from.source_index();
+  return record;
+}
+
+absl::Status Unfit(std::string_view id, std::string_view what) {
+  return absl::DataLossError(fmt::format("the stream's sample \"{}\" {}", id, what));
+}
+
+}  // namespace
+
+SampleAssembler::SampleAssembler(const v1::StreamHeader& header)
+    : hidden_(static_cast<size_t>(std::max(0, header.hidden()))),
+      boundaries_(header.boundaries().begin(), header.boundaries().end()) {}
+
+absl::Status SampleAssembler::Begin(const v1::SampleHeader& sample) {
+  if (started_) return Unfit(sample_.record.id, "was not finished before the next one");
+  sample_ = {};
+  sample_.record = RecordOf(sample);
+  const size_t tokens = sample_.record.input_ids.size();
+  if (sample_.record.loss_mask.size() != tokens || tokens > kMaxTokens)
+    return Unfit(sample.id(), fmt::format("has {} ids and {} mask values", tokens,
+                                          sample_.record.loss_mask.size()));
+  delivery_ = sample.delivery();
+  checksum_ = sample.checksum();
+  sample_.states.assign(boundaries_.size(), std::vector<uint16_t>(tokens * hidden_));
+  filled_.assign(boundaries_.size(), 0);
+  missing_ = boundaries_.size() * tokens * hidden_;
+  started_ = true;
+  return absl::OkStatus();
+}
+
+absl::Status SampleAssembler::Add(const v1::SampleData& data) {
+  if (!started_ || data.delivery() != delivery_)
+    return absl::DataLossError(
+        fmt::format("states of delivery {} came without its sample", data.delivery()));
+  const auto found = std::find(boundaries_.begin(), boundaries_.end(), data.boundary());
+  if (found == boundaries_.end())
+    return Unfit(sample_.record.id, fmt::format("has states of boundary {}", data.boundary()));
+  const auto b = static_cast<size_t>(found - boundaries_.begin());
+  std::vector<uint16_t>& to = sample_.states[b];
+  const size_t values = data.states().size() / sizeof(uint16_t);
+  // Pieces of a boundary come in order, so that none can be missing or twice.
+  if (data.states().size() % sizeof(uint16_t) != 0 || data.first_row() < 0 ||
+      static_cast<size_t>(data.first_row()) * hidden_ != filled_[b] ||
+      values > to.size() - filled_[b])
+    return Unfit(sample_.record.id,
+                 fmt::format("has {} bytes at row {} of boundary {}", data.states().size(),
+                             data.first_row(), data.boundary()));
+  std::memcpy(to.data() + filled_[b], data.states().data(), data.states().size());
+  filled_[b] += values;
+  missing_ -= values;
+  return absl::OkStatus();
+}
+
+absl::StatusOr<ReceivedSample> SampleAssembler::Take(Boundaries boundaries) {
+  started_ = false;
+  if (boundaries == Boundaries::kAll) {
+    const std::vector<std::span<const uint16_t>> states(sample_.states.begin(),
+                                                        sample_.states.end());
+    if (SampleChecksum(sample_.record, states) != checksum_)
+      return Unfit(sample_.record.id, "arrived damaged: its checksum differs");
+  }
+  return std::move(sample_);
+}
+
+absl::StatusOr<FetchedSample> FetchSample(Client& client, const std::string& job,
+                                          const std::string& id) {
+  v1::GetSampleRequest request;
+  request.set_job(job);
+  request.set_id(id);
+  Client::Call call(client);
+  const auto reader = client.features().GetSample(call.context(), request);
+  FetchedSample fetched;
+  std::unique_ptr<SampleAssembler> assembler;
+  absl::Status status;
+  v1::StreamFeaturesResponse message;
+  while (status.ok() && reader->Read(&message)) {
+    if (message.has_header()) {
+      fetched.header = message.header();
+      assembler = std::make_unique<SampleAssembler>(fetched.header);
+    } else if (assembler != nullptr && message.has_sample()) {
+      status = assembler->Begin(message.sample());
+    } else if (assembler != nullptr && message.has_data()) {
+      status = assembler->Add(message.data());
+    }
+  }
+  if (!status.ok()) call.context()->TryCancel();
+  const grpc::Status end = reader->Finish();
+  STATETAP_RETURN_IF_ERROR(status);
+  STATETAP_RETURN_IF_ERROR(client.StatusFrom(end));
+  if (assembler == nullptr || !assembler->complete())
+    return absl::DataLossError(fmt::format("the answer for sample \"{}\" is incomplete", id));
+  STATETAP_ASSIGN_OR_RETURN(fetched.sample, assembler->Take(SampleAssembler::Boundaries::kAll));
+  return fetched;
+}
+
+// One connection. The call outlives the stream.
+struct FeatureReceiver::Stream {
+  explicit Stream(Client& client)
+      : call(client), rpc(client.features().StreamFeatures(call.context())) {}
+  ~Stream() {
+    if (finished) return;
+    call.context()->TryCancel();
+    (void)rpc->Finish();
+  }
+  grpc::Status Finish() {
+    finished = true;
+    return rpc->Finish();
+  }
+  Client::Call call;
+  std::unique_ptr<grpc::ClientReaderWriter<v1::StreamFeaturesRequest, v1::StreamFeaturesResponse>>
+      rpc;
+  bool finished = false;
+};
+
+FeatureReceiver::FeatureReceiver(Client& client, const v1::StreamStart& start,
+                                 std::unordered_set<std::string> known)
+    : client_(client), start_(start), known_(std::move(known)) {}
+
+FeatureReceiver::~FeatureReceiver() = default;
+
+absl::StatusOr<std::unique_ptr<FeatureReceiver>> FeatureReceiver::Open(
+    Client& client, const v1::StreamStart& start, std::unordered_set<std::string> known) {
+  std::unique_ptr<FeatureReceiver> receiver(new FeatureReceiver(client, start, std::move(known)));
+  STATETAP_RETURN_IF_ERROR(receiver->Connect());
+  return receiver;
+}
+
+// The header must be the same each time: a job does not change.
+absl::Status FeatureReceiver::Connect() {
+  stream_ = std::make_unique<Stream>(client_);
+  v1::StreamFeaturesRequest request;
+  *request.mutable_start() = start_;
+  stream_->rpc->Write(request);
+  v1::StreamFeaturesResponse message;
+  if (!stream_->rpc->Read(&message)) {
+    const grpc::Status status = stream_->Finish();
+    return status.ok() ? absl::UnavailableError("the server ended the stream before its header")
+                       : client_.StatusFrom(status);
+  }
+  if (!message.has_header())
+    return absl::DataLossError("the stream does not begin with its header");
+  header_ = message.header();
+  assembler_ = std::make_unique<SampleAssembler>(header_);
+  for (Unacked& sample : unacked_) sample.delivery = 0;
+  return absl::OkStatus();
+}
+
+absl::StatusOr<bool> FeatureReceiver::Read(v1::StreamFeaturesResponse& message) {
+  auto last_heard = std::chrono::steady_clock::now();
+  for (int attempt = 1;; ++attempt) {
+    if (stream_ != nullptr && stream_->rpc->Read(&message)) return !message.has_end();
+    absl::Status lost = absl::UnavailableError("the stream ended early");
+    if (stream_ != nullptr) {
+      if (const grpc::Status status = stream_->Finish(); !status.ok())
+        lost = client_.StatusFrom(status);
+    }
+    stream_.reset();
+    while (true) {
+      if (!absl::IsUnavailable(lost) ||
+          std::chrono::steady_clock::now() - last_heard > client_.options().patience)
+        return lost;
+      STATETAP_RETURN_IF_ERROR(client_.Backoff(attempt++));
+      lost = Connect();
+      if (lost.ok()) break;
+      stream_.reset();
+    }
+    ++reconnects_;
+    last_heard = std::chrono::steady_clock::now();
+  }
+}
+
+absl::StatusOr<std::optional<ReceivedSample>> FeatureReceiver::Next() {
+  v1::StreamFeaturesResponse message;
+  while (true) {
+    STATETAP_ASSIGN_OR_RETURN(const bool more, Read(message));
+    if (!more) return std::nullopt;
+    if (message.has_sample()) {
+      STATETAP_RETURN_IF_ERROR(assembler_->Begin(message.sample()));
+    } else if (message.has_data()) {
+      STATETAP_RETURN_IF_ERROR(assembler_->Add(message.data()));
+    }
+    if (!assembler_->complete()) continue;
+    STATETAP_ASSIGN_OR_RETURN(std::optional<ReceivedSample> sample, Finished());
+    if (sample.has_value()) return sample;
+  }
+}
+
+// The sample that just became complete, or nothing where it was handed out before.
+absl::StatusOr<std::optional<ReceivedSample>> FeatureReceiver::Finished() {
+  const uint64_t delivery = assembler_->delivery();
+  STATETAP_ASSIGN_OR_RETURN(
+      ReceivedSample sample,
+      assembler_->Take(start_.boundaries().empty() ? SampleAssembler::Boundaries::kAll
+                                                   : SampleAssembler::Boundaries::kSubset));
+  v1::StreamFeaturesRequest credit;
+  uint64_t bytes = 0;
+  for (const auto& states : sample.states) bytes += states.size() * sizeof(uint16_t);
+  credit.set_credit_bytes(bytes);
+  if (bytes > 0) stream_->rpc->Write(credit);
+
+  for (Unacked& unacked : unacked_) {
+    if (unacked.delivery != 0 || unacked.id != sample.record.id) continue;
+    unacked.delivery = delivery;
+    SendAck();
+    return std::nullopt;
+  }
+  const bool known = known_.erase(sample.record.id) > 0;
+  sample.sequence = next_sequence_++;
+  unacked_.push_back({sample.record.id, sample.sequence, delivery});
+  if (!known) return sample;
+  ++skipped_;
+  // Known ones come before all others of the group, as both follow the stored order; one that does
+  // not waits for those before it.
+  if (unacked_.front().sequence == sample.sequence) Ack(sample.sequence);
+  return std::nullopt;
+}
+
+void FeatureReceiver::Ack(uint64_t sequence) {
+  acked_sequence_ = std::max(acked_sequence_, sequence);
+  SendAck();
+}
+
+// Acknowledges as far as this connection knows the deliveries.
+void FeatureReceiver::SendAck() {
+  uint64_t delivery = 0;
+  while (!unacked_.empty() && unacked_.front().sequence <= acked_sequence_ &&
+         unacked_.front().delivery != 0) {
+    delivery = unacked_.front().delivery;
+    unacked_.pop_front();
+  }
+  if (delivery == 0 || stream_ == nullptr) return;
+  v1::StreamFeaturesRequest request;
+  request.mutable_ack()->set_delivery(delivery);
+  stream_->rpc->Write(request);
+}
+
+absl::Status FeatureReceiver::Close() {
+  if (stream_ == nullptr) return absl::OkStatus();
+  stream_->rpc->WritesDone();
+  v1::StreamFeaturesResponse ignored;
+  while (stream_->rpc->Read(&ignored)) {
+  }
+  const grpc::Status status = stream_->Finish();
+  stream_.reset();
+  return client_.StatusFrom(status);
+}
+
+}  // namespace statetap

@@ -1,0 +1,105 @@
+// A job's stored samples over the network, whole, in stored order, through breaks of the
+// connection.
+//
+// What was acknowledged is not sent to its group again; a receiver that comes back goes on behind
+// it. Within one receiver every sample is handed out once, whatever breaks. One thread.
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <optional>
+#include <string>
+#include <unordered_set>
+#include <vector>
+
+#include "client/lib/client.h"
+#include "extractor/shard/shard_writer.h"
+
+namespace statetap {
+
+struct ReceivedSample {
+  uint64_t sequence = 0;  // counts from 1 within the receiver; for Ack
+  SampleRecord record;
+  std::vector<std::vector<uint16_t>> states;  // by boundary of the header: bf16 [tokens, hidden]
+};
+
+// Puts the messages of one sample together. Used for streams and for single samples.
+class SampleAssembler {
+ public:
+  explicit SampleAssembler(const v1::StreamHeader& header);
+  // DATA_LOSS for messages that do not fit together.
+  absl::Status Begin(const v1::SampleHeader& sample);
+  absl::Status Add(const v1::SampleData& data);
+  bool started() const { return started_; }
+  bool complete() const { return started_ && missing_ == 0; }
+  uint64_t delivery() const { return delivery_; }
+  // DATA_LOSS where the checksum differs; not looked at where `partial`: the sample's checksum is
+  // over all its boundaries. REQUIRES: complete().
+  enum class Boundaries { kAll, kSubset };
+  absl::StatusOr<ReceivedSample> Take(Boundaries boundaries);
+
+ private:
+  size_t hidden_;
+  std::vector<int> boundaries_;
+  ReceivedSample sample_;
+  uint64_t delivery_ = 0, checksum_ = 0;
+  size_t missing_ = 0;          // values still to come
+  std::vector<size_t> filled_;  // values by boundary
+  bool started_ = false;
+};
+
+// One stored sample by id, all boundaries or, with none, only its tokens.
+struct FetchedSample {
+  v1::StreamHeader header;
+  ReceivedSample sample;
+};
+absl::StatusOr<FetchedSample> FetchSample(Client& client, const std::string& job,
+                                          const std::string& id);
+
+class FeatureReceiver {
+ public:
+  // `known`: ids that are already had; they are acknowledged and not handed out again.
+  static absl::StatusOr<std::unique_ptr<FeatureReceiver>> Open(
+      Client& client, const v1::StreamStart& start, std::unordered_set<std::string> known);
+  ~FeatureReceiver();
+
+  const v1::StreamHeader& header() const { return header_; }
+  // The next sample; nothing once the server has sent all. Waits; breaks are mended for as long as
+  // the client's patience lasts.
+  absl::StatusOr<std::optional<ReceivedSample>> Next();
+  // Everything up to `sequence` is done with. Sent now, or with the next connection.
+  void Ack(uint64_t sequence);
+  // Ends the stream so that acknowledgements have arrived.
+  absl::Status Close();
+  int64_t skipped() const { return skipped_; }  // known ones
+  int64_t reconnects() const { return reconnects_; }
+
+ private:
+  struct Stream;
+  struct Unacked {
+    std::string id;
+    uint64_t sequence = 0;
+    uint64_t delivery = 0;  // of this connection; 0: not sent again yet
+  };
+  FeatureReceiver(Client& client, const v1::StreamStart& start,
+                  std::unordered_set<std::string> known);
+  absl::Status Connect();
+  // A message, or nothing at the end of the job; mends breaks.
+  absl::StatusOr<bool> Read(v1::StreamFeaturesResponse& message);
+  absl::StatusOr<std::optional<ReceivedSample>> Finished();
+  void SendAck();
+
+  Client& client_;
+  v1::StreamStart start_;
+  std::unordered_set<std::string> known_;
+  v1::StreamHeader header_;
+  std::unique_ptr<Stream> stream_;
+  std::unique_ptr<SampleAssembler> assembler_;
+  std::deque<Unacked> unacked_;  // handed out, oldest first
+  uint64_t next_sequence_ = 1;
+  uint64_t acked_sequence_ = 0;
+  int64_t skipped_ = 0, reconnects_ = 0;
+};
+
+}  // namespace statetap

@@ -1,0 +1,147 @@
+#include "client/lib/input_files.h"
+
+#include <unistd.h>
+
+#include <array>
+#include <cerrno>
+#include <cstdlib>
+#include <filesystem>
+
+#include "extractor/base/file.h"
+
+namespace statetap {
+namespace {
+
+constexpr std::string_view kStdin = "stdin";
+constexpr int kLinesBetweenReports = 256;
+
+bool IsBlank(std::string_view line) {
+  return line.find_first_not_of(" \t\r") == std::string_view::npos;
+}
+
+// A copy of standard input without a name; the caller owns the descriptor.
+absl::StatusOr<int> SpoolStdin() {
+  std::string name = (std::filesystem::temp_directory_path() / "statetap-stdin-XXXXXX").string();
+  const int copy = ::mkstemp(name.data());
+  if (copy < 0) return ErrnoStatus(errno, "create a copy of standard input", name);
+  ::unlink(name.c_str());
+  std::array<char, 1 << 16> block;
+  while (true) {
+    const ssize_t count = ::read(STDIN_FILENO, block.data(), block.size());
+    if (count == 0) return copy;
+    if (count < 0 && errno == EINTR) continue;
+    for (ssize_t done = 0; done < count;) {
+      const ssize_t wrote = ::write(copy, block.data() + done, static_cast<size_t>(count - done));
+      if (wrote < 0 && errno == EINTR) continue;
+      if (wrote < 0) {
+        const int error = errno;
+        ::close(copy);
+        return ErrnoStatus(error, "copy standard input to", name);
+      }
+      done += wrote;
+    }
+    if (count < 0) {
+      const int error = errno;
+      ::close(copy);
+      return ErrnoStatus(error, "read", kStdin);
+    }
+  }
+}
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<InputFiles>> InputFiles::Open(
+    const std::vector<std::string>& paths) {
+  auto files = std::make_unique<InputFiles>();
+  for (const std::string& path : paths) {
+    Entry entry{path, std::filesystem::path(path).filename().string()};
+    if (path == "-") {
+      entry.source = kStdin;
+      STATETAP_ASSIGN_OR_RETURN(entry.spooled, SpoolStdin());
+    }
+    files->entries_.push_back(entry);
+    STATETAP_RETURN_IF_ERROR(files->Reader(entry).status());
+  }
+  return files;
+}
+
+InputFiles::~InputFiles() {
+  for (const Entry& entry : entries_)
+    if (entry.spooled >= 0) ::close(entry.spooled);
+}
+
+absl::StatusOr<std::unique_ptr<LineReader>> InputFiles::Reader(const Entry& entry) const {
+  if (entry.spooled < 0) return LineReader::Open(entry.path, {});
+  // The duplicate shares the offset, so one reader at a time.
+  ::lseek(entry.spooled, 0, SEEK_SET);
+  const int copy = ::dup(entry.spooled);
+  if (copy < 0) return ErrnoStatus(errno, "open", kStdin);
+  return LineReader::FromDescriptor(copy, std::string(kStdin), {});
+}
+
+absl::Status InputFiles::ForEach(const std::function<absl::Status(InputLine)>& visit,
+                                 const std::function<bool(int64_t, int64_t)>& progress) const {
+  int64_t total = 0, done = 0;
+  bool total_known = true;
+  for (const Entry& entry : entries_) {
+    STATETAP_ASSIGN_OR_RETURN(const auto reader, Reader(entry));
+    total += reader->size_bytes();
+    total_known &= reader->size_bytes() > 0;
+  }
+  if (!total_known) total = 0;
+  for (const Entry& entry : entries_) {
+    STATETAP_ASSIGN_OR_RETURN(const auto reader, Reader(entry));
+    while (true) {
+      STATETAP_ASSIGN_OR_RETURN(const std::optional<std::string_view> line, reader->Next());
+      if (!line.has_value()) break;
+      if (progress != nullptr && reader->line_number() % kLinesBetweenReports == 0 &&
+          !progress(done + reader->bytes_read(), total))
+        return absl::CancelledError("interrupted");
+      if (IsBlank(*line)) continue;
+      InputLine item{{entry.path, reader->line_number()}, ParseSampleLine(*line, entry.source)};
+      if (item.parsed.ok()) item.parsed->sample.set_source_line(reader->line_number());
+      STATETAP_RETURN_IF_ERROR(visit(std::move(item)));
+    }
+    done += reader->bytes_read();
+  }
+  if (progress != nullptr) progress(done, total);
+  return absl::OkStatus();
+}
+
+absl::StatusOr<InputSummary> InputFiles::Validate(
+    const std::function<bool(int64_t, int64_t)>& progress) const {
+  InputSummary summary;
+  const auto visit = [&](InputLine line) {
+    if (!line.parsed.ok()) {
+      ++summary.faulty_lines;
+      if (summary.faults.size() < InputSummary::kMaxFaults)
+        summary.faults.push_back({line.place, std::string(MessageOf(line.parsed.status()))});
+      return absl::OkStatus();
+    }
+    const v1::SampleInput& sample = line.parsed->sample;
+    ++summary.samples;
+    ++summary.samples_by_source[sample.source()];
+    summary.text_bytes += static_cast<int64_t>(sample.prompt().size()) +
+                          static_cast<int64_t>(sample.chat().messages_json().size());
+    summary.token_ids += sample.tokens().ids_size();
+    const v1::JobMode mode = line.parsed->mode;
+    if (mode == v1::JOB_MODE_GENERATE && !summary.first_generate)
+      summary.first_generate = line.place;
+    if (mode == v1::JOB_MODE_PREFILL && !summary.first_prefill) summary.first_prefill = line.place;
+    return absl::OkStatus();
+  };
+  STATETAP_RETURN_IF_ERROR(ForEach(visit, progress));
+  return summary;
+}
+
+std::string InputFiles::DefaultName() const {
+  constexpr size_t kMaxName = 200;  // JobOptions.name
+  std::string name;
+  for (const Entry& entry : entries_) {
+    if (entry.spooled >= 0) return "";
+    name += (name.empty() ? "" : "+") + entry.source;
+  }
+  return name.size() <= kMaxName ? name : "";
+}
+
+}  // namespace statetap

@@ -1,0 +1,109 @@
+#include "client/lib/proto_json.h"
+
+#include <google/protobuf/descriptor.h>
+
+#include <cctype>
+#include <cmath>
+#include <cstdlib>
+#include <string_view>
+
+namespace statetap {
+namespace {
+
+using google::protobuf::FieldDescriptor;
+using google::protobuf::Message;
+using google::protobuf::Reflection;
+
+Json Number(double value) { return std::isfinite(value) ? Json(value) : Json(nullptr); }
+
+// The shortest decimal that is this float: 0.1 stays 0.1 and does not become 0.10000000149.
+Json Number(float value) {
+  if (!std::isfinite(value)) return nullptr;
+  return std::strtod(fmt::format("{}", value).c_str(), nullptr);
+}
+
+Json Bytes(const std::string& bytes) {
+  Json list = Json::array();
+  for (const char byte : bytes) list.push_back(static_cast<unsigned char>(byte));
+  return list;
+}
+
+Json Text(const FieldDescriptor& field, const std::string& text) {
+  return field.type() == FieldDescriptor::TYPE_BYTES ? Bytes(text) : Json(text);
+}
+
+Json Single(const Message& message, const FieldDescriptor& field) {
+  const Reflection& reflection = *message.GetReflection();
+  switch (field.cpp_type()) {
+    case FieldDescriptor::CPPTYPE_INT32: return reflection.GetInt32(message, &field);
+    case FieldDescriptor::CPPTYPE_INT64: return reflection.GetInt64(message, &field);
+    case FieldDescriptor::CPPTYPE_UINT32: return reflection.GetUInt32(message, &field);
+    case FieldDescriptor::CPPTYPE_UINT64: return reflection.GetUInt64(message, &field);
+    case FieldDescriptor::CPPTYPE_DOUBLE: return Number(reflection.GetDouble(message, &field));
+    case FieldDescriptor::CPPTYPE_FLOAT: return Number(reflection.GetFloat(message, &field));
+    case FieldDescriptor::CPPTYPE_BOOL: return reflection.GetBool(message, &field);
+    case FieldDescriptor::CPPTYPE_ENUM: return EnumName(*reflection.GetEnum(message, &field));
+    case FieldDescriptor::CPPTYPE_STRING: return Text(field, reflection.GetString(message, &field));
+    case FieldDescriptor::CPPTYPE_MESSAGE: return JsonOf(reflection.GetMessage(message, &field));
+  }
+  return nullptr;
+}
+
+Json Element(const Message& message, const FieldDescriptor& field, int i) {
+  const Reflection& reflection = *message.GetReflection();
+  switch (field.cpp_type()) {
+    case FieldDescriptor::CPPTYPE_INT32: return reflection.GetRepeatedInt32(message, &field, i);
+    case FieldDescriptor::CPPTYPE_INT64: return reflection.GetRepeatedInt64(message, &field, i);
+    case FieldDescriptor::CPPTYPE_UINT32: return reflection.GetRepeatedUInt32(message, &field, i);
+    case FieldDescriptor::CPPTYPE_UINT64: return reflection.GetRepeatedUInt64(message, &field, i);
+    case FieldDescriptor::CPPTYPE_DOUBLE:
+      return Number(reflection.GetRepeatedDouble(message, &field, i));
+    case FieldDescriptor::CPPTYPE_FLOAT:
+      return Number(reflection.GetRepeatedFloat(message, &field, i));
+    case FieldDescriptor::CPPTYPE_BOOL: return reflection.GetRepeatedBool(message, &field, i);
+    case FieldDescriptor::CPPTYPE_ENUM:
+      return EnumName(*reflection.GetRepeatedEnum(message, &field, i));
+    case FieldDescriptor::CPPTYPE_STRING:
+      return Text(field, reflection.GetRepeatedString(message, &field, i));
+    case FieldDescriptor::CPPTYPE_MESSAGE:
+      return JsonOf(reflection.GetRepeatedMessage(message, &field, i));
+  }
+  return nullptr;
+}
+
+}  // namespace
+
+std::string EnumName(const google::protobuf::EnumValueDescriptor& value) {
+  constexpr std::string_view kZero = "UNSPECIFIED";
+  const auto* zero = value.type()->FindValueByNumber(0);
+  size_t prefix = 0;
+  if (zero != nullptr && zero->name().size() > kZero.size() && zero->name().ends_with(kZero))
+    prefix = zero->name().size() - kZero.size();
+  std::string name = value.name();
+  if (name.size() > prefix && name.starts_with(zero->name().substr(0, prefix)))
+    name.erase(0, prefix);
+  for (char& c : name) c = static_cast<char>(std::tolower(static_cast<unsigned char>(c)));
+  return name;
+}
+
+Json JsonOf(const Message& message) {
+  Json object = Json::object();
+  const auto* descriptor = message.GetDescriptor();
+  const Reflection& reflection = *message.GetReflection();
+  for (int f = 0; f < descriptor->field_count(); ++f) {
+    const FieldDescriptor& field = *descriptor->field(f);
+    if (field.is_repeated()) {
+      Json list = Json::array();
+      const int size = reflection.FieldSize(message, &field);
+      for (int i = 0; i < size; ++i) list.push_back(Element(message, field, i));
+      object[field.name()] = std::move(list);
+    } else if (field.has_presence() && !reflection.HasField(message, &field)) {
+      if (field.real_containing_oneof() == nullptr) object[field.name()] = nullptr;
+    } else {
+      object[field.name()] = Single(message, field);
+    }
+  }
+  return object;
+}
+
+}  // namespace statetap

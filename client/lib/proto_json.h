@@ -1,0 +1,21 @@
+// Messages of statetap.v1 as the JSON that people and scripts rely on: the proto's field names,
+// every field printed with its default, 64-bit integers as numbers, enums in lower case without
+// their prefix ("running"), bytes as a list of numbers, NaN and infinities as null, an optional or
+// message field that is not set as null, an unset member of a oneof left out.
+#pragma once
+
+#include <google/protobuf/message.h>
+
+#include <string>
+
+#include "extractor/base/json.h"
+
+namespace statetap {
+
+Json JsonOf(const google::protobuf::Message& message);
+
+// "running" for JOB_STATE_RUNNING. The enum's prefix is what its zero value's name has before
+// "UNSPECIFIED".
+std::string EnumName(const google::protobuf::EnumValueDescriptor& value);
+
+}  // namespace statetap

@@ -1,0 +1,212 @@
+// Tables, plots, progress, numbers and suggestions.
+#include <cmath>
+#include <sstream>
+
+#include "client/cli/format.h"
+#include "client/cli/plot.h"
+#include "client/cli/progress.h"
+#include "client/cli/suggest.h"
+#include "client/cli/table.h"
+#include "client/cli/text_width.h"
+#include "client/cli/token_text.h"
+#include "tests/support/status_matchers.h"
+
+namespace statetap {
+namespace {
+
+using testing::StatusIs;
+
+std::vector<std::string> LinesOf(const std::string& text) {
+  std::vector<std::string> lines;
+  std::istringstream in(text);
+  for (std::string line; std::getline(in, line);) lines.push_back(line);
+  return lines;
+}
+
+TEST(TextWidthTest, WideAndCombiningCharacters) {
+  EXPECT_EQ(DisplayWidth("abc"), 3);
+  EXPECT_EQ(DisplayWidth("日本"), 4);
+  EXPECT_EQ(DisplayWidth("e\u0301"), 1);
+  EXPECT_EQ(DisplayWidth("😀"), 2);
+  EXPECT_EQ(DisplayWidth("ß█"), 2);
+  EXPECT_EQ(DisplayWidth("\x80\xff"), 2) << "an invalid byte takes one column";
+}
+
+TEST(TextWidthTest, ShortenNeverExceedsAndNeverCutsCharacters) {
+  EXPECT_EQ(Shorten("hello", 5), "hello");
+  EXPECT_EQ(Shorten("hello!", 5), "hell…");
+  EXPECT_EQ(Shorten("日本語", 4), "日…");
+  EXPECT_EQ(Shorten("日本語", 5), "日本…");
+  EXPECT_EQ(Shorten("x", 0), "");
+  for (int width = 0; width < 12; ++width)
+    EXPECT_LE(DisplayWidth(Shorten("a日b本c語😀e\u0301z", width)), width);
+}
+
+TEST(TextWidthTest, ControlCharactersAreVisible) {
+  EXPECT_EQ(Printable("a\x1b[31m\nb\tc\x7f"), "a\\x1b[31m\\nb\\tc\\x7f");
+  EXPECT_EQ(Printable("\xc2\x9b"
+                      "x"),
+            "\\x9bx")
+      << "C1 controls steer terminals too";
+  EXPECT_EQ(Printable("日本 é"), "日本 é");
+}
+
+TEST(TableTest, AlignsWideCharacters) {
+  Table table({Left("name"), Right("n")});
+  table.Add({"日本", "1"});
+  table.Add({"ab", "1,234"});
+  EXPECT_EQ(table.Format(0), "name      n\n日本      1\nab    1,234\n");
+}
+
+TEST(TableTest, TextGivesWayToTheTerminalNumbersDoNot) {
+  Table table({Left("name"), Right("count"), Left("path")});
+  table.Add({std::string(40, 'n'), "1234567", std::string(60, 'p')});
+  for (const int width : {40, 60, 80}) {
+    const std::string text = table.Format(width);
+    for (const std::string& line : LinesOf(text)) EXPECT_LE(DisplayWidth(line), width) << line;
+    EXPECT_NE(text.find("1234567"), std::string::npos);
+  }
+  EXPECT_NE(table.Format(0).find(std::string(60, 'p')), std::string::npos);
+}
+
+TEST(FormatTest, Numbers) {
+  EXPECT_EQ(FormatBytes(812), "812 B");
+  EXPECT_EQ(FormatBytes(1024 * 1024 - 1), "1.0 MiB");
+  EXPECT_EQ(FormatBytes(int64_t{3} << 30), "3.0 GiB");
+  EXPECT_EQ(FormatCount(0), "0");
+  EXPECT_EQ(FormatCount(999), "999");
+  EXPECT_EQ(FormatCount(1000), "1,000");
+  EXPECT_EQ(FormatCount(-1234567), "-1,234,567");
+  EXPECT_EQ(FormatSeconds(7.4), "0:07");
+  EXPECT_EQ(FormatSeconds(3725), "1:02:05");
+  EXPECT_EQ(FormatSeconds(2 * 86400 + 3), "2 d 00:00:03");
+  EXPECT_EQ(FormatSeconds(-1), "-");
+  EXPECT_EQ(FormatRate(0.44), "0.4");
+  EXPECT_EQ(FormatRate(12345.6), "12,346");
+  EXPECT_EQ(FormatNumber(NAN), "-");
+}
+
+TEST(FormatTest, SizesAsTyped) {
+  EXPECT_EQ(*ParseBytes("4GiB"), uint64_t{4} << 30);
+  EXPECT_EQ(*ParseBytes("1.5 MiB"), 3u << 19);
+  EXPECT_EQ(*ParseBytes("100MB"), 100'000'000u);
+  EXPECT_EQ(*ParseBytes("4096"), 4096u);
+  for (const char* text : {"", "GiB", "4XB", "-1", "1e400", "nan", "99999999999999TiB"})
+    EXPECT_THAT(ParseBytes(text), StatusIs(absl::StatusCode::kInvalidArgument, "no size")) << text;
+}
+
+TEST(FormatTest, Allowances) {
+  EXPECT_TRUE(ParseAllowance("0")->Allows(0, 10));
+  EXPECT_FALSE(ParseAllowance("0")->Allows(1, 10));
+  EXPECT_TRUE(ParseAllowance("10%")->Allows(1, 10));
+  EXPECT_FALSE(ParseAllowance("9.9%")->Allows(1, 10));
+  for (const char* text : {"", "-1", "101%", "1.5", "x", "5 %%"})
+    EXPECT_THAT(ParseAllowance(text), StatusIs(absl::StatusCode::kInvalidArgument, "allowance"))
+        << text;
+}
+
+TEST(SuggestTest, DistanceCountsSwapsOnce) {
+  EXPECT_EQ(EditDistance("submit", "submit"), 0);
+  EXPECT_EQ(EditDistance("sumbit", "submit"), 1);
+  EXPECT_EQ(EditDistance("", "abc"), 3);
+  EXPECT_EQ(EditDistance("kitten", "sitting"), 3);
+}
+
+TEST(SuggestTest, OnlyWhatIsNear) {
+  const std::vector<std::string> known = {"submit", "list", "show", "samples", "make-checkpoint"};
+  EXPECT_EQ(Nearest("sumbit", known), "submit");
+  EXPECT_EQ(Nearest("lst", known), "list");
+  EXPECT_EQ(Nearest("make", known), "make-checkpoint");
+  EXPECT_EQ(Nearest("frobnicate", known), "");
+}
+
+v1::Job RunningJob() {
+  v1::Job job;
+  job.set_state(v1::JOB_STATE_RUNNING);
+  job.mutable_counts()->set_submitted(64);
+  job.mutable_counts()->set_stored(31);
+  job.mutable_counts()->set_rejected(1);
+  job.mutable_counts()->set_to_do(32);
+  job.set_tokens_per_second(87.3);
+  job.set_eta_seconds(35);
+  return job;
+}
+
+TEST(ProgressTest, BarFillsByEighths) {
+  EXPECT_EQ(Bar(0, 4), "    ");
+  EXPECT_EQ(Bar(0.5, 4), "██  ");
+  EXPECT_EQ(Bar(0.5 + 1.0 / 32, 4), "██▏ ");
+  EXPECT_EQ(Bar(1, 4), "████");
+  EXPECT_EQ(Bar(7, 4), "████");
+}
+
+TEST(ProgressTest, DescribesCountsRateAndEta) {
+  EXPECT_EQ(DescribeProgress(RunningJob()), "31/64 stored · 1 rejected · 87 tok/s · ETA 0:35");
+}
+
+TEST(ProgressTest, FitsTheTerminal) {
+  for (int width = 10; width < 120; width += 7)
+    EXPECT_LE(DisplayWidth(FormatProgress(RunningJob(), width)), width);
+  EXPECT_NE(FormatProgress(RunningJob(), 100).find("█"), std::string::npos);
+}
+
+TEST(ProgressTest, PlainLinesHaveNoControlCharactersAndQuietSaysNothing) {
+  std::ostringstream lines, quiet, bar;
+  Progress(lines, Progress::Style::kLines, 80).Show(RunningJob());
+  Progress(quiet, Progress::Style::kQuiet, 80).Show(RunningJob());
+  Progress(bar, Progress::Style::kBar, 80).Show(RunningJob());
+  EXPECT_EQ(lines.str(), "31/64 stored · 1 rejected · 87 tok/s · ETA 0:35\n");
+  EXPECT_EQ(quiet.str(), "");
+  EXPECT_TRUE(bar.str().ends_with("\r\x1b[K")) << "the bar is cleared at the end";
+}
+
+v1::Statistics TwoBoundaries() {
+  v1::Statistics statistics;
+  for (const int boundary : {2, 61}) {
+    v1::BoundaryStatistics& one = *statistics.add_boundaries();
+    one.set_boundary(boundary);
+    one.set_count(100);
+    const int middle = boundary == 2 ? 100 : 140;
+    for (int bin = 0; bin < 256; ++bin)
+      one.add_row_rms_bins(bin == middle ? 98 : bin == middle - 8 || bin == middle + 8 ? 1 : 0);
+    const auto rms = [&](int bin) { return std::exp2((bin + 0.5) / 8 - 16); };
+    one.set_row_rms_p01(rms(middle - 8));
+    one.set_row_rms_p50(rms(middle));
+    one.set_row_rms_p99(rms(middle + 8));
+  }
+  return statistics;
+}
+
+TEST(PlotTest, KeepsToTheWidthAndOrdersBoundaries) {
+  for (const int width : {40, 80, 200}) {
+    const std::string rms = PlotRms(TwoBoundaries(), width);
+    const std::string histograms = PlotHistograms(TwoBoundaries(), width);
+    for (const std::string& line : LinesOf(rms + histograms))
+      if (line.find("boundary") == std::string::npos) EXPECT_LE(DisplayWidth(line), width) << line;
+    const std::vector<std::string> lines = LinesOf(rms);
+    ASSERT_EQ(lines.size(), 4u);
+    EXPECT_LT(DisplayWidth(lines[1].substr(0, lines[1].find("█"))),
+              DisplayWidth(lines[2].substr(0, lines[2].find("█"))))
+        << "the larger median lies further right";
+    EXPECT_NE(histograms.find("▁"), std::string::npos) << "a single row is seen";
+  }
+}
+
+TEST(PlotTest, NoRowsIsNoCrash) {
+  v1::Statistics statistics;
+  statistics.add_boundaries()->set_boundary(2);
+  EXPECT_NE(PlotRms(statistics, 80).find("2"), std::string::npos);
+  EXPECT_NE(PlotHistograms(statistics, 80).find("2"), std::string::npos);
+}
+
+TEST(MaskRunsTest, CoverEveryToken) {
+  const std::vector<MaskRun> runs = RunsOf(std::string("\0\0\1\1\0", 5));
+  ASSERT_EQ(runs.size(), 3u);
+  EXPECT_EQ(runs[1].begin, 2u);
+  EXPECT_EQ(runs[1].end, 4u);
+  EXPECT_TRUE(runs[1].supervised);
+  EXPECT_TRUE(RunsOf("").empty());
+}
+
+}  // namespace
+}  // namespace statetap
