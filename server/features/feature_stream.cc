@@ -12,6 +12,8 @@ namespace {
 constexpr int64_t kPieceBytes = int64_t{2} << 20;
 constexpr int64_t kReadAhead = 256;
 constexpr std::chrono::milliseconds kLook{50};
+constexpr std::chrono::milliseconds kNoteInterval{100};
+constexpr std::chrono::seconds kLastAcknowledgements{10};
 
 absl::Status Gone() { return absl::CancelledError("the client has gone"); }
 
@@ -134,6 +136,7 @@ FeatureStream::FeatureStream(JobStore& store, ShardCache& shards, ConsumerGroups
       limit_(start.credit_bytes() == 0 ? kDefaultCredit : start.credit_bytes()) {}
 
 FeatureStream::~FeatureStream() {
+  NoteAcknowledged().IgnoreError();  // else they are sent once more
   std::vector<int64_t> indices;
   for (const auto& [delivery, index] : sent_) indices.push_back(index);
   groups_.Return(job_.key, group_, indices);
@@ -155,7 +158,30 @@ absl::Status FeatureStream::Run(const FeatureOutlet& outlet) {
   if (!header_sent_) STATETAP_RETURN_IF_ERROR(SendHeader(outlet));
   v1::StreamFeaturesResponse end;
   end.mutable_end()->set_samples(samples);
-  return outlet(end) ? absl::OkStatus() : Gone();
+  if (!outlet(end)) return Gone();
+  return WaitForAcknowledgements();
+}
+
+absl::Status FeatureStream::WaitForAcknowledgements() {
+  {
+    std::unique_lock lock(mutex_);
+    changed_.wait_for(lock, kLastAcknowledgements,
+                      [&] { return stopped_ || closed_ || sent_.empty(); });
+  }
+  return NoteAcknowledged();
+}
+
+absl::Status FeatureStream::NoteAcknowledged() {
+  std::vector<int64_t> indices;
+  {
+    const std::lock_guard lock(mutex_);
+    indices.swap(acknowledged_);
+    noted_ = std::chrono::steady_clock::now();
+  }
+  if (indices.empty()) return absl::OkStatus();
+  const absl::Status status = store_.Acknowledge(job_.key, group_, indices);
+  groups_.Release(job_.key, group_, indices);
+  return status;
 }
 
 absl::Status FeatureStream::SendHeader(const FeatureOutlet& outlet) {
@@ -203,10 +229,13 @@ absl::StatusOr<std::optional<IndexedSample>> FeatureStream::LeaseNext() {
 }
 
 absl::StatusOr<bool> FeatureStream::SendNext(const FeatureOutlet& outlet) {
+  bool note;
   {
     const std::lock_guard lock(mutex_);
     if (stopped_) return why_;
+    note = !acknowledged_.empty() && std::chrono::steady_clock::now() >= noted_ + kNoteInterval;
   }
+  if (note) STATETAP_RETURN_IF_ERROR(NoteAcknowledged());
   STATETAP_ASSIGN_OR_RETURN(const std::optional<IndexedSample> sample, LeaseNext());
   if (!sample) return false;
   uint64_t delivery;
@@ -225,9 +254,15 @@ absl::StatusOr<bool> FeatureStream::SendNext(const FeatureOutlet& outlet) {
 }
 
 absl::Status FeatureStream::WaitForCredit(uint64_t bytes) {
+  const auto may_go = [&] {
+    return stopped_ || outstanding_ == 0 || outstanding_ + bytes <= limit_;
+  };
   std::unique_lock lock(mutex_);
-  changed_.wait(lock,
-                [&] { return stopped_ || outstanding_ == 0 || outstanding_ + bytes <= limit_; });
+  while (!changed_.wait_for(lock, kNoteInterval, may_go)) {
+    lock.unlock();
+    STATETAP_RETURN_IF_ERROR(NoteAcknowledged());
+    lock.lock();
+  }
   if (stopped_) return why_;
   outstanding_ += bytes;
   return absl::OkStatus();
@@ -240,7 +275,6 @@ absl::Status FeatureStream::WaitForMore() {
 }
 
 absl::Status FeatureStream::Acknowledge(uint64_t delivery) {
-  std::vector<int64_t> indices;
   {
     const std::lock_guard lock(mutex_);
     if (delivery > deliveries_) {
@@ -248,13 +282,19 @@ absl::Status FeatureStream::Acknowledge(uint64_t delivery) {
           fmt::format("ack.delivery: {} was not sent, the last was {}", delivery, deliveries_));
     }
     const auto end = sent_.upper_bound(delivery);
-    for (auto it = sent_.begin(); it != end; ++it) indices.push_back(it->second);
+    for (auto it = sent_.begin(); it != end; ++it) acknowledged_.push_back(it->second);
     sent_.erase(sent_.begin(), end);
   }
-  if (indices.empty()) return absl::OkStatus();
-  const absl::Status status = store_.Acknowledge(job_.key, group_, indices);
-  groups_.Release(job_.key, group_, indices);
-  return status;
+  changed_.notify_all();
+  return absl::OkStatus();
+}
+
+void FeatureStream::Close() {
+  {
+    const std::lock_guard lock(mutex_);
+    closed_ = true;
+  }
+  changed_.notify_all();
 }
 
 void FeatureStream::AddCredit(uint64_t bytes) {

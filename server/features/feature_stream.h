@@ -50,11 +50,13 @@ class FeatureStream {
                                                              const v1::StreamStart& start);
   ~FeatureStream();  // what was sent and not acknowledged may go to others
 
-  // Until everything was sent, the client has gone (CANCELLED), or Stop. Without a committed shard
-  // and without `follow`: a header without boundaries and the end.
+  // Until everything was sent and acknowledged, the client has gone (CANCELLED), or Stop. Without a
+  // committed shard and without `follow`: a header without boundaries and the end.
   absl::Status Run(const FeatureOutlet& outlet);
-  // OUT_OF_RANGE for a delivery that was not sent.
+  // Noted in the store by Run, many at once. OUT_OF_RANGE for a delivery that was not sent.
   absl::Status Acknowledge(uint64_t delivery);
+  // The client sends no more: Run does not wait for acknowledgements after the end.
+  void Close();
   void AddCredit(uint64_t bytes);
   void Stop(absl::Status why);
 
@@ -65,6 +67,8 @@ class FeatureStream {
   absl::StatusOr<std::optional<IndexedSample>> LeaseNext();
   absl::Status WaitForCredit(uint64_t bytes);
   absl::Status WaitForMore();
+  absl::Status WaitForAcknowledgements();
+  absl::Status NoteAcknowledged();
   absl::Status SendHeader(const FeatureOutlet& outlet);
 
   JobStore& store_;
@@ -82,10 +86,12 @@ class FeatureStream {
 
   std::mutex mutex_;
   std::condition_variable changed_;
-  std::map<uint64_t, int64_t> sent_;  // delivery → sample, unacknowledged
+  std::map<uint64_t, int64_t> sent_;   // delivery → sample, unacknowledged
+  std::vector<int64_t> acknowledged_;  // not yet in the store
+  std::chrono::steady_clock::time_point noted_{};
   uint64_t deliveries_ = 0;
   uint64_t limit_, outstanding_ = 0;  // payload bytes
-  bool stopped_ = false;
+  bool stopped_ = false, closed_ = false;
   absl::Status why_;
 };
 

@@ -29,6 +29,13 @@ absl::StatusOr<std::shared_ptr<const ShardReader>> ShardCache::Open(const JobRec
   return absl::NotFoundError(fmt::format("job {} has no shard {}", job.id, seq));
 }
 
+absl::StatusOr<std::shared_ptr<const ShardReader>> ShardCache::OpenAnew(
+    const ShardRow& shard) const {
+  STATETAP_ASSIGN_OR_RETURN(std::unique_ptr<ShardReader> reader,
+                            ShardReader::Open(folders_.FromStored(shard.path)));
+  return std::shared_ptr<const ShardReader>(std::move(reader));
+}
+
 absl::StatusOr<ShardCache::Joined> ShardCache::Statistics(const JobRecord& job) {
   STATETAP_ASSIGN_OR_RETURN(const std::vector<ShardRow> shards, store_.Shards(job.key));
   const std::lock_guard lock(statistics_mutex_);

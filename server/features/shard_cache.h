@@ -26,6 +26,9 @@ class ShardCache {
   absl::StatusOr<std::shared_ptr<const ShardReader>> Open(const ShardRow& shard);
   absl::StatusOr<std::shared_ptr<const ShardReader>> Open(const JobRecord& job, int64_t seq);
 
+  // Past the cache: what is on disk now.
+  absl::StatusOr<std::shared_ptr<const ShardReader>> OpenAnew(const ShardRow& shard) const;
+
   struct Joined {
     std::vector<int> boundaries;
     std::vector<BoundaryStatistics> statistics;  // by boundary

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "extractor/base/digest.h"
 #include "extractor/base/json.h"
 
 namespace statetap {
@@ -153,6 +154,33 @@ absl::StatusOr<JobPlan> PlanOfStored(std::string_view serialized_options,
                               static_cast<int>(serialized_options.size())))
     return absl::DataLossError("the job's stored options cannot be read");
   return PlanJob(options, options.mode() == v1::JOB_MODE_GENERATE, model);
+}
+
+int32_t MaxNewTokens(const JobPlan& plan, const SampleRow& sample) {
+  const auto room = plan.options.max_length() - static_cast<int32_t>(sample.ids.size());
+  const int32_t wanted =
+      sample.max_new_tokens > 0 ? sample.max_new_tokens : plan.options.max_new_tokens();
+  return wanted > 0 ? std::min(wanted, room) : room;
+}
+
+SampleTask TaskOf(const JobPlan& plan, const SampleRow& sample, std::string_view id,
+                  const ServedModel& model) {
+  const v1::JobOptions& options = plan.options;
+  SampleTask task;
+  task.input_ids = sample.ids;
+  task.generate = plan.text.generate;
+  task.max_length = options.max_length();
+  if (task.generate) {
+    task.max_new_tokens = MaxNewTokens(plan, sample);
+    task.stop_ids = model.stop_ids;
+  }
+  task.sampling.temperature = sample.temperature.value_or(options.temperature());
+  task.sampling.top_p = sample.top_p.value_or(options.top_p());
+  task.sampling.seed = options.seed();
+  task.sampling.key = Xxh3Of(std::as_bytes(std::span(id)));
+  task.token_scores = options.logprobs();
+  task.boundaries = plan.boundaries;
+  return task;
 }
 
 std::string OptionsJson(const v1::JobOptions& options) {

@@ -35,6 +35,12 @@ absl::StatusOr<JobPlan> PlanJob(const v1::JobOptions& options, bool generate,
 // Of a stored job, whose defaults were filled in when it was made.
 absl::StatusOr<JobPlan> PlanOfStored(std::string_view serialized_options, const ServedModel& model);
 
+// What the engine is asked for. `id`: the sample's, which its random numbers depend on.
+SampleTask TaskOf(const JobPlan& plan, const SampleRow& sample, std::string_view id,
+                  const ServedModel& model);
+// Of a prompt: its own limit or the job's, and what max_length leaves.
+int32_t MaxNewTokens(const JobPlan& plan, const SampleRow& sample);
+
 double DefaultTemperature(bool thinking);
 
 // The options as one JSON object, field names as in the contract; and "field: a here, b there; …"

@@ -81,7 +81,6 @@ class JobRunner final : private SampleSource, private HiddenStateSink {
   ShardConfig ShardConfigOf(const JobRecord& record, const JobPlan& plan) const;
   int64_t MostRows(const ActiveJob& job, const SampleRow& sample) const;
   int64_t Reservation(const ActiveJob& job, const SampleRow& sample) const;
-  SampleTask TaskOf(const ActiveJob& job, const SampleRow& sample) const;
   std::optional<SampleTask> NextAnswer();
   void End(uint64_t ticket, Running& running);
   void RejectRunning(Running& running, Rejection rejection);

@@ -2,7 +2,6 @@
 #include <algorithm>
 #include <utility>
 
-#include "extractor/base/digest.h"
 #include "extractor/base/log.h"
 #include "server/jobs/job_runner.h"
 
@@ -11,33 +10,12 @@ namespace statetap {
 int64_t JobRunner::MostRows(const ActiveJob& job, const SampleRow& sample) const {
   const auto prompt = static_cast<int64_t>(sample.ids.size());
   if (!job.plan.text.generate) return prompt;
-  return std::min<int64_t>(job.plan.options.max_length(),
-                           prompt + TaskOf(job, sample).max_new_tokens);
+  return std::min<int64_t>(job.plan.options.max_length(), prompt + MaxNewTokens(job.plan, sample));
 }
 
 int64_t JobRunner::Reservation(const ActiveJob& job, const SampleRow& sample) const {
   return MostRows(job, sample) * static_cast<int64_t>(job.plan.boundaries.size()) *
          model_.config.hidden * static_cast<int64_t>(sizeof(uint16_t));
-}
-
-SampleTask JobRunner::TaskOf(const ActiveJob& job, const SampleRow& sample) const {
-  const v1::JobOptions& options = job.plan.options;
-  SampleTask task;
-  task.input_ids = sample.ids;
-  task.generate = job.plan.text.generate;
-  task.max_length = options.max_length();
-  const auto room = options.max_length() - static_cast<int32_t>(sample.ids.size());
-  const int32_t wanted =
-      sample.max_new_tokens > 0 ? sample.max_new_tokens : options.max_new_tokens();
-  task.max_new_tokens = wanted > 0 ? std::min(wanted, room) : room;
-  if (task.generate) task.stop_ids = model_.stop_ids;
-  task.sampling.temperature = sample.temperature.value_or(options.temperature());
-  task.sampling.top_p = sample.top_p.value_or(options.top_p());
-  task.sampling.seed = options.seed();
-  task.sampling.key = Xxh3Of(std::as_bytes(std::span(sample.id)));
-  task.token_scores = options.logprobs();
-  task.boundaries = job.plan.boundaries;
-  return task;
 }
 
 std::optional<SampleTask> JobRunner::NextAnswer() {
@@ -71,7 +49,7 @@ std::optional<SampleTask> JobRunner::Next() {
   };
   std::optional<WorkQueue::Work> work = queue_->Next(fits);
   if (!work) return std::nullopt;
-  SampleTask task = TaskOf(*work->job, work->sample);
+  SampleTask task = TaskOf(work->job->plan, work->sample, work->sample.id, model_);
   task.ticket = ++last_ticket_;
   Running& running = running_[task.ticket];
   running.reserved = Reservation(*work->job, work->sample);

@@ -76,6 +76,10 @@ ContentConfig ServedModel::Content(TemplateKind kind) const {
   return {digest, tokenizer->digest(), TemplateDigest(kind), "bf16", inner_eps};
 }
 
+bool ServedModel::IsStop(int32_t id) const {
+  return std::binary_search(stop_ids.begin(), stop_ids.end(), id);
+}
+
 std::string ServedModel::RopeJson() const {
   const RopeConfig& rope = config.rope;
   Json object = {{"rope_theta", rope.theta}};

@@ -33,6 +33,7 @@ struct ServedModel {
   // Boundaries 2, N/2, N−3; empty below 7 layers, where they must be given.
   std::vector<int> DefaultTaps() const;
   ContentConfig Content(TemplateKind kind) const;
+  bool IsStop(int32_t id) const;
   std::string RopeJson() const;  // the rope parameters as a JSON object
   std::string_view quantization() const { return quantized ? "int4-g32" : "none"; }
 };
