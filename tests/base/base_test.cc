@@ -64,6 +64,18 @@ TEST(JsonTest, RefusesWhatReadersDisagreeOn) {
               StatusIs(absl::StatusCode::kInvalidArgument, ""));
 }
 
+TEST(JsonTest, ManyKeysAreRefusedAtOnce) {
+  const auto with_keys = [](int count) {
+    std::string json = "{";
+    for (int i = 0; i < count; ++i) json += fmt::format("\"{}\":0,", i);
+    json.back() = '}';
+    return ParseJson(json);
+  };
+  EXPECT_OK(with_keys(4096));
+  EXPECT_THAT(with_keys(1'000'000),
+              StatusIs(absl::StatusCode::kInvalidArgument, "more than 4096 keys"));
+}
+
 TEST(FileTest, AtomicWriteReplacesAndLeavesNoTemporary) {
   testing::TempDir dir;
   ASSERT_OK(WriteFileAtomically(dir / "a", "one"));
