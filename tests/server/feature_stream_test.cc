@@ -73,7 +73,9 @@ class FeatureStreamTest : public ::testing::Test {
     const absl::Status status = stream->Run([&](const v1::StreamFeaturesResponse& message) {
       outlet(message);
       if (message.has_end()) {
-        if (acknowledge > 0) EXPECT_OK(stream->Acknowledge(acknowledge));
+        if (acknowledge > 0) {
+          EXPECT_OK(stream->Acknowledge(acknowledge));
+        }
         stream->Close();
       }
       return true;
