@@ -278,6 +278,8 @@ TEST_F(CliTest, TyposGetASuggestion) {
   EXPECT_EQ(Run({"show"}).code, kExitUsage);
   EXPECT_EQ(Run({"list", "extra"}).code, kExitUsage);
   EXPECT_EQ(Run({}).code, kExitUsage);
+  EXPECT_THAT(Run({"show", "list"}).err, HasSubstr("no job \"list\""))
+      << "a job may be named like a command";
   EXPECT_TRUE(server_.jobs.jobs().empty());
 }
 
