@@ -11,9 +11,9 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 
-#define STATETAP_RETURN_IF_ERROR(expr)                                \
-  do {                                                                \
-    if (absl::Status status_ = (expr); !status_.ok()) return status_; \
+#define STATETAP_RETURN_IF_ERROR(expr)                                                        \
+  do {                                                                                        \
+    if (absl::Status statetap_status = (expr); !statetap_status.ok()) return statetap_status; \
   } while (false)
 
 #define STATETAP_CONCAT_INNER_(a, b) a##b

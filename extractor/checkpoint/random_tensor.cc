@@ -1,5 +1,6 @@
 #include "extractor/checkpoint/random_tensor.h"
 
+#include <array>
 #include <cassert>
 #include <cmath>
 #include <cstring>
@@ -13,7 +14,9 @@ namespace {
 // Standard deviation of the codes that CodeWords makes: the difference of two uniform 0..7.
 constexpr double kCodeDeviation = 3.2404;
 // Scales lie within this of their mean.
-constexpr float kScaleSpread = 0.25f;
+constexpr double kScaleSpread = 0.25;
+// Of four uniform bytes added: close enough to a normal number, and two such cost one hash.
+constexpr double kSumMean = 510, kSumDeviation = 147.8;
 
 // The finaliser of splitmix64 over a counter: every bit of the result depends on every bit of both.
 inline uint64_t Hash(uint64_t key, uint64_t counter) {
@@ -54,15 +57,6 @@ double ScaleOf(const ExpectedTensor& tensor) {
   return 1 / (std::sqrt(inputs) * kCodeDeviation);
 }
 
-template <typename T, typename Value>
-void FillWith(std::span<std::byte> to, Value value) {
-  const auto count = static_cast<int64_t>(to.size() / sizeof(T));
-  for (int64_t i = 0; i < count; ++i) {
-    const T element = value(i);
-    std::memcpy(to.data() + i * sizeof(T), &element, sizeof(T));
-  }
-}
-
 }  // namespace
 
 RandomTensor::RandomTensor(const ExpectedTensor& tensor, DType dtype, uint64_t seed)
@@ -71,36 +65,65 @@ RandomTensor::RandomTensor(const ExpectedTensor& tensor, DType dtype, uint64_t s
       dtype_(dtype) {
   assert(Accepts(kind_, dtype) && kind_ != TensorKind::kShape);
   if (kind_ == TensorKind::kScale) {
-    mean_ = static_cast<float>(ScaleOf(tensor));
+    const double mean = ScaleOf(tensor);
+    step_ = static_cast<float>(mean * kScaleSpread * 0x1p-23);
+    offset_ = static_cast<float>(mean * (1 - kScaleSpread));
   } else if (kind_ != TensorKind::kPacked) {
-    mean_ = MeanOf(tensor);
-    deviation_ = static_cast<float>(DeviationOf(tensor));
+    const double step = DeviationOf(tensor) / kSumDeviation;
+    step_ = static_cast<float>(step);
+    offset_ = static_cast<float>(MeanOf(tensor) - step * kSumMean);
   }
 }
 
-float RandomTensor::Value(int64_t index) const {
-  const uint64_t bits = Hash(key_, static_cast<uint64_t>(index));
-  if (kind_ == TensorKind::kScale) {
-    const float uniform = static_cast<float>(bits >> 40) * 0x1p-23f - 1;
-    return mean_ * (1 + kScaleSpread * uniform);
+// Calls number(bits) twice a hash and stores offset + step * number, converted.
+template <typename T, typename Number, typename Convert>
+void RandomTensor::FillPairs(int64_t first, std::span<std::byte> to, Number number,
+                             Convert convert) const {
+  // Copies: the compiler has to expect that `to` overlaps the members.
+  const uint64_t key = key_;
+  const float step = step_, offset = offset_;
+  const auto pair_at = [=](size_t i) {
+    const uint64_t bits = Hash(key, (static_cast<uint64_t>(first) + i) / 2);
+    const auto value = [=](uint32_t half) {
+      return convert(offset + step * static_cast<float>(number(half)));
+    };
+    return std::array<T, 2>{value(static_cast<uint32_t>(bits)),
+                            value(static_cast<uint32_t>(bits >> 32))};
+  };
+  const size_t count = to.size() / sizeof(T);
+  for (size_t i = 0; i + 1 < count; i += 2) {
+    const std::array<T, 2> pair = pair_at(i);
+    std::memcpy(to.data() + i * sizeof(T), pair.data(), sizeof(pair));
   }
-  // Four uniform numbers added are close enough to a normal one, and cost one hash.
-  constexpr float kSumMean = 2 * 65535.0f, kSumDeviation = 37837.2f;
-  const auto sum = static_cast<float>((bits & 0xffff) + (bits >> 16 & 0xffff) +
-                                      (bits >> 32 & 0xffff) + (bits >> 48));
-  return mean_ + deviation_ * ((sum - kSumMean) / kSumDeviation);
+  if (count % 2 == 0) return;
+  const std::array<T, 2> last = pair_at(count - 1);
+  std::memcpy(to.data() + (count - 1) * sizeof(T), last.data(), sizeof(T));
+}
+
+template <typename Number>
+void RandomTensor::FillNumbers(int64_t first, std::span<std::byte> to, Number number) const {
+  switch (dtype_) {
+    case DType::kBf16:
+      return FillPairs<uint16_t>(first, to, number, [](float v) { return FloatToBf16(v); });
+    case DType::kF16:
+      return FillPairs<uint16_t>(first, to, number, [](float v) { return FloatToHalf(v); });
+    default: return FillPairs<float>(first, to, number, [](float v) { return v; });
+  }
 }
 
 void RandomTensor::Fill(int64_t first, std::span<std::byte> to) const {
   if (kind_ == TensorKind::kPacked) {
-    return FillWith<uint64_t>(to, [&](int64_t i) { return CodeWords(key_, first / 2 + i); });
-  }
-  switch (dtype_) {
-    case DType::kBf16:
-      return FillWith<uint16_t>(to, [&](int64_t i) { return FloatToBf16(Value(first + i)); });
-    case DType::kF16:
-      return FillWith<uint16_t>(to, [&](int64_t i) { return FloatToHalf(Value(first + i)); });
-    default: return FillWith<float>(to, [&](int64_t i) { return Value(first + i); });
+    for (size_t at = 0; at < to.size(); at += sizeof(uint64_t)) {
+      const uint64_t words = CodeWords(key_, (static_cast<uint64_t>(first) + at / 4) / 2);
+      std::memcpy(to.data() + at, &words, sizeof(words));
+    }
+  } else if (kind_ == TensorKind::kScale) {
+    FillNumbers(first, to, [](uint32_t bits) { return static_cast<int32_t>(bits >> 8); });
+  } else {
+    FillNumbers(first, to, [](uint32_t bits) {
+      return static_cast<int32_t>((bits & 255) + (bits >> 8 & 255) + (bits >> 16 & 255) +
+                                  (bits >> 24));
+    });
   }
 }
 

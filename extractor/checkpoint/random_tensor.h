@@ -20,16 +20,19 @@ class RandomTensor {
   // kShape.
   RandomTensor(const ExpectedTensor& tensor, DType dtype, uint64_t seed);
 
-  // Elements from `first` on. REQUIRES: for packed codes `first` and their number even.
+  // Elements from `first` on. REQUIRES: `first` even; for packed codes their number, too.
   void Fill(int64_t first, std::span<std::byte> to) const;
 
  private:
-  float Value(int64_t index) const;
+  template <typename Number>
+  void FillNumbers(int64_t first, std::span<std::byte> to, Number number) const;
+  template <typename T, typename Number, typename Convert>
+  void FillPairs(int64_t first, std::span<std::byte> to, Number number, Convert convert) const;
 
   uint64_t key_;
   TensorKind kind_;
   DType dtype_;
-  float mean_ = 0, deviation_ = 1;
+  float offset_ = 0, step_ = 0;
 };
 
 }  // namespace statetap

@@ -28,8 +28,8 @@ struct SampleEntry {
 class ShardReader {
  public:
   // DATA_LOSS for a file that was cut, damaged or is no shard; FAILED_PRECONDITION for a later
-  // version of the format. Holds one descriptor until it is destroyed and nothing of HDF5: it may
-  // be used after a fork and after the file was unlinked.
+  // version of the format. Holds one descriptor until it is destroyed and nothing of HDF5: it goes
+  // on after the file was unlinked and, ReadStatistics apart, in a forked child.
   static absl::StatusOr<std::unique_ptr<ShardReader>> Open(const std::filesystem::path& path);
   virtual ~ShardReader() = default;
 

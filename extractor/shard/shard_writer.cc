@@ -5,7 +5,9 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstdio>
+#include <functional>
 #include <limits>
+#include <mutex>
 #include <optional>
 #include <utility>
 
@@ -126,13 +128,14 @@ class Writer : public ShardWriter {
   const std::vector<BoundaryStatistics>& statistics() const override { return statistics_; }
 
  private:
-  absl::Status WriteSample(const SampleRecord& sample,
-                           std::span<const std::span<const uint16_t>> states);
-  absl::Status WriteBulk(BulkDataset* dataset, std::span<const std::byte> rows);
-  uint64_t Digest(const SampleRecord& sample, std::span<const std::span<const uint16_t>> states);
+  absl::Status Store(const SampleRecord& sample, std::span<const std::span<const uint16_t>> states,
+                     uint64_t* checksum);
+  absl::Status Reserve(BulkDataset* dataset, int64_t rows);
+  void Run(std::span<const std::function<void()>> tasks, int64_t bytes);
   absl::Status FinishHdf5();
   absl::Status WriteFooter();
   absl::StatusOr<ShardSummary> Reopen() const;
+  std::vector<int64_t> SamplesToReadBack() const;
   absl::Status Publish() const;
   absl::StatusOr<ShardSummary> CommitSteps();
   absl::Status Fail(const absl::Status& status);
@@ -179,60 +182,77 @@ absl::Status Writer::Append(const SampleRecord& sample,
                     .prompt_tokens = sample.prompt_tokens,
                     .truncated = sample.truncated,
                     .source_index = sample.source_index};
-  absl::Status written;
-  const int64_t bytes = tokens * 2 * config_.hidden * static_cast<int64_t>(states.size());
-  if (bytes < kBytesForTwoThreads) {
-    written = WriteSample(sample, states);
-    entry.checksum = Digest(sample, states);
-  } else {
-    threads_.ParallelFor(2, [&](int64_t begin, int64_t end, int) {
-      for (int64_t task = begin; task < end; ++task) {
-        if (task == 0) written = WriteSample(sample, states);
-        if (task == 1) entry.checksum = Digest(sample, states);
-      }
-    });
-  }
+  const absl::Status written = Store(sample, states, &entry.checksum);
   if (!written.ok()) return Fail(written);
   rows_ += tokens;
   samples_.push_back(std::move(entry));
   return absl::OkStatus();
 }
 
-absl::Status Writer::WriteSample(const SampleRecord& sample,
-                                 std::span<const std::span<const uint16_t>> states) {
-  size_t next = 0;
-  for (const auto& rows : states)
-    STATETAP_RETURN_IF_ERROR(WriteBulk(&bulk_[next++], std::as_bytes(rows)));
-  std::vector<float> none;
-  if (sample.logprobs.empty() || sample.entropies.empty())
-    none.assign(sample.input_ids.size(), std::numeric_limits<float>::quiet_NaN());
+// HDF5 is asked for space first, by this thread alone. What remains is independent: one write a
+// dataset, statistics a boundary, the checksum.
+absl::Status Writer::Store(const SampleRecord& sample,
+                           std::span<const std::span<const uint16_t>> states, uint64_t* checksum) {
+  const auto tokens = static_cast<int64_t>(sample.input_ids.size());
+  const std::vector<float> none(sample.input_ids.size(), std::numeric_limits<float>::quiet_NaN());
   const auto filled = [&](const std::vector<float>& values) {
     return std::as_bytes(std::span(values.empty() ? none : values));
   };
-  STATETAP_RETURN_IF_ERROR(WriteBulk(&bulk_[next++], std::as_bytes(std::span(sample.input_ids))));
-  STATETAP_RETURN_IF_ERROR(WriteBulk(&bulk_[next++], std::as_bytes(std::span(sample.loss_mask))));
-  STATETAP_RETURN_IF_ERROR(WriteBulk(&bulk_[next++], filled(sample.logprobs)));
-  return WriteBulk(&bulk_[next++], filled(sample.entropies));
-}
+  std::vector<std::span<const std::byte>> rows;  // as bulk_
+  for (const auto& of_boundary : states) rows.push_back(std::as_bytes(of_boundary));
+  rows.push_back(std::as_bytes(std::span(sample.input_ids)));
+  rows.push_back(std::as_bytes(std::span(sample.loss_mask)));
+  rows.push_back(filled(sample.logprobs));
+  rows.push_back(filled(sample.entropies));
 
-// Appends rows behind those that are there. HDF5 is asked for space only where a chunk begins.
-absl::Status Writer::WriteBulk(BulkDataset* dataset, std::span<const std::byte> rows) {
-  const int64_t first_row = dataset->shape.rows;
-  dataset->shape.rows += static_cast<int64_t>(rows.size()) / dataset->shape.row_bytes();
-  const auto chunks = static_cast<int64_t>(dataset->chunk_offsets.size());
-  if (dataset->shape.rows > chunks * dataset->shape.rows_per_chunk) {
-    STATETAP_RETURN_IF_ERROR(
-        hdf5_->ExtendRows(dataset->path, dataset->shape.rows, &dataset->chunk_offsets));
+  std::vector<absl::Status> statuses(rows.size());
+  std::vector<std::function<void()>> tasks;
+  for (size_t i = 0; i < rows.size(); ++i) {
+    STATETAP_RETURN_IF_ERROR(Reserve(&bulk_[i], rows_ + tokens));
+    tasks.emplace_back(
+        [this, i, &rows, &statuses] { statuses[i] = WriteRows(file_, bulk_[i], rows_, rows[i]); });
   }
-  return WriteRows(file_, *dataset, first_row, rows);
-}
-
-uint64_t Writer::Digest(const SampleRecord& sample,
-                        std::span<const std::span<const uint16_t>> states) {
   if (options_.statistics == Statistics::kCompute) {
-    for (size_t i = 0; i < states.size(); ++i) statistics_[i].Add(states[i]);
+    for (size_t i = 0; i < states.size(); ++i)
+      tasks.emplace_back([this, i, &states] { statistics_[i].Add(states[i]); });
   }
-  return SampleChecksum(sample, states);
+  tasks.emplace_back([&] { *checksum = SampleChecksum(sample, states); });
+  Run(tasks, tokens * 2 * config_.hidden * static_cast<int64_t>(states.size()));
+  for (const absl::Status& status : statuses) STATETAP_RETURN_IF_ERROR(status);
+  return absl::OkStatus();
+}
+
+// Space for the rows up to `rows`. HDF5 hears of it only where a chunk begins.
+absl::Status Writer::Reserve(BulkDataset* dataset, int64_t rows) {
+  dataset->shape.rows = rows;
+  const auto chunks = static_cast<int64_t>(dataset->chunk_offsets.size());
+  if (rows <= chunks * dataset->shape.rows_per_chunk) return absl::OkStatus();
+  return hdf5_->ExtendRows(dataset->path, rows, &dataset->chunk_offsets);
+}
+
+// One thread takes tasks from the front, where the writes are, the other from the back: two writes
+// into one file would wait for each other.
+void Writer::Run(std::span<const std::function<void()>> tasks, int64_t bytes) {
+  if (bytes < kBytesForTwoThreads) {
+    for (const auto& task : tasks) task();
+    return;
+  }
+  std::mutex mutex;
+  size_t front = 0, back = tasks.size();
+  const auto work = [&](bool from_front) {
+    for (;;) {
+      size_t next;
+      {
+        const std::lock_guard lock(mutex);
+        if (front == back) return;
+        next = from_front ? front++ : --back;
+      }
+      tasks[next]();
+    }
+  };
+  threads_.ParallelFor(2, [&](int64_t begin, int64_t end, int) {
+    for (int64_t side = begin; side < end; ++side) work(side == 0);
+  });
 }
 
 absl::StatusOr<ShardSummary> Writer::Commit() {
@@ -292,10 +312,7 @@ absl::StatusOr<ShardSummary> Writer::Reopen() const {
                                              file_.path().string(), dataset.path));
     }
   }
-  const int64_t checks =
-      options_.read_back == ReadBack::kAll ? samples() : std::min(samples(), kSomeSamples);
-  for (int64_t i = 0; i < checks; ++i) {
-    const int64_t sample = checks == 1 ? 0 : i * (samples() - 1) / (checks - 1);
+  for (const int64_t sample : SamplesToReadBack()) {
     STATETAP_ASSIGN_OR_RETURN(const bool sound, reader->VerifySample(sample));
     if (!sound) {
       return absl::DataLossError(fmt::format("{}: sample \"{}\" reads back with another checksum",
@@ -306,6 +323,22 @@ absl::StatusOr<ShardSummary> Writer::Reopen() const {
   STATETAP_ASSIGN_OR_RETURN(const int64_t bytes, file_.Size());
   return ShardSummary{
       .samples = samples(), .rows = rows_, .bytes = bytes, .digest = reader->digest()};
+}
+
+std::vector<int64_t> Writer::SamplesToReadBack() const {
+  std::vector<int64_t> chosen;
+  if (options_.read_back == ReadBack::kAll) {
+    for (int64_t sample = 0; sample < samples(); ++sample) chosen.push_back(sample);
+    return chosen;
+  }
+  const int64_t step = std::max<int64_t>(1, samples() / kSomeSamples);
+  int64_t rows = 0;
+  for (int64_t sample = samples() - 1; sample >= 0; sample -= step) {  // the last one always
+    rows += samples_[static_cast<size_t>(sample)].rows;
+    if (!chosen.empty() && rows > rows_ / 50) break;
+    chosen.push_back(sample);
+  }
+  return chosen;
 }
 
 absl::Status Writer::Publish() const {

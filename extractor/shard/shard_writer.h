@@ -54,7 +54,9 @@ struct ShardSummary {
 
 class ShardWriter {
  public:
-  enum class ReadBack { kSome, kAll };  // up to 8 samples spread over the shard, or every one
+  // A few samples spread over the shard (one at least, others while they make up less than 2 % of
+  // its rows), or every one.
+  enum class ReadBack { kSome, kAll };
   enum class Statistics { kCompute, kLeaveOut };
   struct Options {
     // Of the states. 0: about 1 MiB. Other values are rounded up until a chunk is a multiple of

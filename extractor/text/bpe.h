@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <string_view>
+#include <unordered_map>
 #include <vector>
 
 #include "extractor/text/vocabulary.h"
@@ -15,28 +16,38 @@ namespace statetap {
 class PairMerger {
  public:
   explicit PairMerger(const Vocabulary& vocabulary) : vocabulary_(vocabulary) {}
-  // Appends the ids of `piece`. Time is linear for short pieces and n log n for long ones, whatever
-  // the bytes.
+  // Appends the ids of `piece`. Time grows as n for the pieces of prose and for long runs of one
+  // character, and as n log n at worst.
   void Encode(std::string_view piece, std::vector<int32_t>* ids);
 
  private:
+  // A part of a long piece, in a list by index; a part's index is where its bytes begin.
   struct Part {
-    uint32_t begin;     // of its bytes in the piece
-    uint32_t previous;  // index of the part in front (long pieces)
-    uint32_t next;      // index of the part behind (long pieces)
-    int32_t rank;       // of this part joined with the next one
+    uint32_t previous, next;
+    uint32_t rank;  // of this part joined with the next one
+  };
+  // The parts that may be joined at one rank, from the left; some may have changed meanwhile.
+  struct Bucket {
+    std::vector<uint32_t> parts;
+    size_t done = 0;
+    bool sorted = true;
   };
 
-  void MergeShort(std::string_view piece, std::vector<int32_t>* ids);
+  void MergeShort(std::string_view piece, std::vector<int32_t>* ids) const;
   void MergeLong(std::string_view piece, std::vector<int32_t>* ids);
-  int32_t PairRank(std::string_view piece, size_t begin, size_t end) const;
-  void Offer(size_t part);
-  void JoinWithNext(std::string_view piece, size_t part);
-  void UpdateLong(std::string_view piece, size_t part);
+  void BeginLong(std::string_view piece);
+  void JoinBucket(std::string_view piece, uint32_t rank);
+  void Join(std::string_view piece, uint32_t part);
+  void UpdateRank(std::string_view piece, uint32_t part);
+  void Offer(uint32_t part);
+  uint32_t Rank(std::string_view piece, size_t begin, size_t end) const {
+    return static_cast<uint32_t>(vocabulary_.RankOf(piece.substr(begin, end - begin)));
+  }
 
   const Vocabulary& vocabulary_;
   std::vector<Part> parts_;
-  std::vector<uint64_t> heap_;  // rank above index of the part, least on top; stale ones stay
+  std::unordered_map<uint32_t, Bucket> buckets_;  // by rank
+  std::vector<uint32_t> ranks_;                   // of the buckets, a heap with the least on top
 };
 
 }  // namespace statetap

@@ -105,10 +105,13 @@ absl::Status Vocabulary::Add(std::string_view line) {
 }
 
 absl::Status Vocabulary::BuildTable() {
+  two_bytes_.assign(1 << 16, kNoRank);
   slots_.resize(std::bit_ceil(2 * static_cast<size_t>(size()) + 1));
   for (int32_t rank = 0; rank < size(); ++rank) {
-    const uint64_t hash = HashOf(BytesOf(rank));
-    Slot& slot = slots_[SlotOf(BytesOf(rank), hash)];
+    const std::string_view bytes = BytesOf(rank);
+    if (bytes.size() == 2) two_bytes_[PairIndex(bytes[0], bytes[1])] = rank;
+    const uint64_t hash = HashOf(bytes);
+    Slot& slot = slots_[SlotOf(bytes, hash)];
     if (slot.rank != kNoRank)
       return absl::InvalidArgumentError(
           fmt::format("ranks {} and {} are the same bytes", slot.rank, rank));

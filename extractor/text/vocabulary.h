@@ -25,6 +25,8 @@ class Vocabulary {
   }
   // The rank of `bytes`, or kNoRank.
   int32_t RankOf(std::string_view bytes) const;
+  // The same for two bytes, which every merge starts from.
+  int32_t RankOfTwo(char first, char second) const { return two_bytes_[PairIndex(first, second)]; }
 
  private:
   // Open addressing, at most half full; `tag` saves most comparisons of bytes.
@@ -37,12 +39,16 @@ class Vocabulary {
   absl::Status Add(std::string_view line);
   absl::Status BuildTable();
   absl::Status CheckSingleBytes() const;
+  static size_t PairIndex(char first, char second) {
+    return size_t{static_cast<uint8_t>(first)} << 8 | static_cast<uint8_t>(second);
+  }
   size_t SlotOf(std::string_view bytes, uint64_t hash) const;
 
   std::string bytes_;  // of all tokens, joined
   std::vector<uint32_t> offsets_{0};
   size_t longest_ = 0;
   std::vector<Slot> slots_;
+  std::vector<int32_t> two_bytes_;  // [65536]
 };
 
 }  // namespace statetap

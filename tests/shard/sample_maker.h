@@ -52,10 +52,10 @@ inline TestSample MakeSample(const ShardConfig& config, int tokens, uint32_t see
   const auto count = static_cast<size_t>(tokens);
   TestSample sample;
   SampleRecord& record = sample.record;
-  record.id = "sample-" + std::to_string(seed);
+  record.id = fmt::format("sample-{}", seed);
   record.source = "toolbench";
   record.meta_json = R"({"topic":"maths","level":3})";
-  record.digest = "d" + std::to_string(seed);
+  record.digest = fmt::format("d{}", seed);
   record.finish_reason = "stop";
   record.prompt_tokens = tokens / 2;
   record.source_index = seed;

@@ -1,0 +1,294 @@
+#include "extractor/engine/engine.h"
+
+#include <algorithm>
+#include <cmath>
+#include <thread>
+
+#include "extractor/backend/backend.h"
+#include "extractor/engine/rank_group.h"
+#include "extractor/engine/scheduler.h"
+#include "extractor/model/transformer.h"
+
+namespace statetap {
+namespace {
+
+constexpr int kLogitRowsAtOnce = 64;
+constexpr int kShardedFrom =
+    257;  // tokens of a step from which the residual stream is sharded by tokens
+
+class EngineImpl final : public Engine {
+ public:
+  absl::Status Load(const CheckpointIndex& checkpoint, const EngineOptions& options);
+  absl::Status Run(SampleSource& source, HiddenStateSink& sink) override;
+  const EngineInfo& info() const override { return info_; }
+  const EngineOptions& options() const override { return options_; }
+
+ private:
+  absl::Status CheckTask(const SampleTask& task) const;
+  void Admit(SampleSource& source, HiddenStateSink& sink);
+  void GiveUp(std::span<const uint64_t> tickets, HiddenStateSink& sink);
+  absl::Status RunStep(const ScheduledStep& step);
+  void HandOut(const ScheduledRows& rows, const StepPlan& plan, HiddenStateSink& sink);
+  bool HandOutStates(const ScheduledRows& rows, int first, const StepPlan& plan,
+                     HiddenStateSink& sink);
+  bool HandOutTokens(const ScheduledRows& rows, const StepPlan& plan, HiddenStateSink& sink);
+  void Fail(const Sequence& sequence, HiddenStateSink::Failure failure, HiddenStateSink& sink);
+  bool Sharded(int num_tokens) const;
+
+  EngineOptions options_;
+  EngineInfo info_;
+  ModelConfig config_;
+  std::vector<std::unique_ptr<Backend>> backends_;
+  std::vector<std::unique_ptr<Transformer>> ranks_;
+  std::unique_ptr<RankGroup> group_;
+  std::unique_ptr<Scheduler> scheduler_;
+  StepOutput output_;
+  absl::Status status_;
+};
+
+absl::Status EngineImpl::Load(const CheckpointIndex& checkpoint, const EngineOptions& options) {
+  options_ = options;
+  config_ = checkpoint.config();
+  if (options.backend != "cpu") {
+    return absl::InvalidArgumentError(
+        fmt::format("backend \"{}\" is not part of this build; available: cpu", options.backend));
+  }
+  const auto experts = options.experts == EngineOptions::Experts::kTensor ? ExpertLayout::kTensor
+                                                                          : ExpertLayout::kExpert;
+  STATETAP_ASSIGN_OR_RETURN(
+      const ParallelLayout layout,
+      ParallelLayout::Make(config_, options.ranks, experts, checkpoint.quantized()));
+  backends_ = MakeCpuBackends(options.ranks, options.threads);
+
+  ModelLimits limits;
+  limits.max_tokens = std::max(1, options.max_batch_tokens);
+  limits.max_context = options.max_seq_len > 0 ? options.max_seq_len : config_.max_positions;
+  limits.max_logit_rows = std::min(limits.max_tokens, kLogitRowsAtOnce);
+  limits.inner_eps = options.inner_eps > 0 ? options.inner_eps : config_.rms_norm_eps;
+  const int64_t page_bytes = Transformer::PageBytes(config_, backends_[0]->activation_bytes());
+  // No more pages than max_running sequences of full length can use.
+  const int64_t useful =
+      int64_t{options.max_running} * ((limits.max_context + kPageTokens - 1) / kPageTokens);
+  limits.num_pages =
+      static_cast<int>(std::min(options.kv_cache_bytes / options.ranks / page_bytes, useful));
+  if (limits.num_pages < 1) {
+    return absl::InvalidArgumentError(fmt::format(
+        "--kv-cache-gib: {} bytes hold no page of {} tokens ({} bytes on each of {} ranks)",
+        options.kv_cache_bytes, kPageTokens, page_bytes, options.ranks));
+  }
+
+  LoadOptions load;
+  load.num_threads = std::max(2u, std::thread::hardware_concurrency());
+  if (options.load_progress) {
+    load.progress = [&options](const LoadProgress& p) {
+      options.load_progress(
+          p.seconds > 0 ? static_cast<double>(p.bytes_done) / p.seconds / 1e9 : 0,
+          p.bytes_total > 0 ? static_cast<double>(p.bytes_done) / static_cast<double>(p.bytes_total)
+                            : 1);
+    };
+  }
+  STATETAP_ASSIGN_OR_RETURN(std::vector<ModelWeights> weights,
+                            LoadWeights(checkpoint, layout, backends_, load));
+  for (size_t rank = 0; rank < backends_.size(); ++rank) {
+    ranks_.push_back(std::make_unique<Transformer>(config_, layout, *backends_[rank],
+                                                   std::move(weights[rank]), limits));
+  }
+  group_ = std::make_unique<RankGroup>(backends_);
+  scheduler_ = std::make_unique<Scheduler>(
+      Scheduler::Limits{limits.max_tokens, std::max(1, options.max_running), limits.num_pages});
+  output_.ids.resize(static_cast<size_t>(limits.max_tokens));
+  output_.logprobs.resize(output_.ids.size());
+  output_.entropies.resize(output_.ids.size());
+  info_.weight_bytes = checkpoint.total_bytes();
+  info_.kv_bytes = page_bytes * limits.num_pages * options.ranks;
+  info_.kv_tokens = int64_t{limits.num_pages} * kPageTokens;
+  info_.max_seq_len = limits.max_context;
+  return absl::OkStatus();
+}
+
+bool EngineImpl::Sharded(int num_tokens) const {
+  if (options_.ranks == 1 || options_.residual == EngineOptions::Residual::kReplicated)
+    return false;
+  return options_.residual == EngineOptions::Residual::kSharded || num_tokens >= kShardedFrom;
+}
+
+// What can never run is the sample's fault, and only that sample's.
+absl::Status EngineImpl::CheckTask(const SampleTask& task) const {
+  const auto length = static_cast<int64_t>(task.input_ids.size());
+  if (length == 0) return absl::InvalidArgumentError("the sample has no tokens");
+  for (size_t i = 0; i < task.input_ids.size(); ++i) {
+    if (task.input_ids[i] < 0 || task.input_ids[i] >= config_.vocab) {
+      return absl::InvalidArgumentError(fmt::format("token {} is {}: ids of this model are 0 to {}",
+                                                    i, task.input_ids[i], config_.vocab - 1));
+    }
+  }
+  for (const int boundary : task.boundaries) {
+    if (boundary < 0 || boundary > config_.num_layers) {
+      return absl::InvalidArgumentError(fmt::format("boundary {} requested; this model has 0 to {}",
+                                                    boundary, config_.num_layers));
+    }
+  }
+  int64_t longest = length;
+  if (task.generate) {
+    if (task.max_new_tokens < 1)
+      return absl::InvalidArgumentError(
+          fmt::format("max_new_tokens is {}; at least 1 is needed", task.max_new_tokens));
+    if (length >= task.max_length) {
+      return absl::InvalidArgumentError(
+          fmt::format("the prompt's {} tokens leave no room for an answer within max_length {}",
+                      length, task.max_length));
+    }
+    longest = std::min<int64_t>(length + task.max_new_tokens, task.max_length);
+  }
+  const int64_t most = std::min<int64_t>(info_.max_seq_len, info_.kv_tokens);
+  if (longest > most) {
+    return absl::ResourceExhaustedError(fmt::format(
+        "the sample may reach {} tokens; this server holds {} (--max-seq-len, --kv-cache-gib)",
+        longest, most));
+  }
+  return absl::OkStatus();
+}
+
+void EngineImpl::Admit(SampleSource& source, HiddenStateSink& sink) {
+  while (scheduler_->HasRoom()) {
+    std::optional<SampleTask> task = source.Next();
+    if (!task) return;
+    if (absl::Status fit = CheckTask(*task); !fit.ok()) {
+      sink.OnFailed(task->ticket, {std::move(fit)});
+    } else {
+      scheduler_->Admit(*std::move(task));
+    }
+  }
+}
+
+void EngineImpl::GiveUp(std::span<const uint64_t> tickets, HiddenStateSink& sink) {
+  for (const uint64_t ticket : tickets) {
+    if (scheduler_->Remove(ticket)) sink.OnFailed(ticket, {absl::CancelledError("given up")});
+  }
+}
+
+absl::Status EngineImpl::Run(SampleSource& source, HiddenStateSink& sink) {
+  while (true) {
+    STATETAP_RETURN_IF_ERROR(status_);
+    if (source.Stopping()) {
+      GiveUp(scheduler_->Tickets(), sink);
+      return absl::OkStatus();
+    }
+    GiveUp(source.TakeCancelled(), sink);
+    Admit(source, sink);
+    if (scheduler_->Idle()) {
+      if (!source.Wait()) return absl::OkStatus();
+      continue;
+    }
+    const ScheduledStep step = scheduler_->Next();
+    status_ = RunStep(step);
+    STATETAP_RETURN_IF_ERROR(status_);
+    for (const ScheduledRows& rows : step.rows) HandOut(rows, step.plan, sink);
+    for (const auto& sequence : scheduler_->TakeComplete())
+      sink.OnFinished(sequence->task.ticket, *sequence->end);
+  }
+}
+
+absl::Status EngineImpl::RunStep(const ScheduledStep& step) {
+  output_.states.resize(std::max(output_.states.size(), step.plan.boundaries.size()));
+  for (size_t i = 0; i < step.plan.boundaries.size(); ++i) {
+    output_.states[i].resize(static_cast<size_t>(std::max(1, options_.max_batch_tokens)) *
+                             static_cast<size_t>(config_.hidden));
+  }
+  const bool sharded = Sharded(step.plan.num_tokens());
+  return group_->RunAll(
+      [&](int rank) { ranks_[static_cast<size_t>(rank)]->Forward(step.plan, sharded, output_); });
+}
+
+void EngineImpl::HandOut(const ScheduledRows& rows, const StepPlan& plan, HiddenStateSink& sink) {
+  Sequence& sequence = *rows.sequence;
+  const int first = std::max(rows.first_token, sequence.handed_out),
+            end = rows.first_token + rows.count;
+  sequence.computed = end;
+  if (first < end && !HandOutStates(rows, first, plan, sink)) return;
+  sequence.handed_out = std::max(sequence.handed_out, end);
+  HandOutTokens(rows, plan, sink);
+}
+
+bool EngineImpl::HandOutStates(const ScheduledRows& rows, int first, const StepPlan& plan,
+                               HiddenStateSink& sink) {
+  const Sequence& sequence = *rows.sequence;
+  const auto hidden = static_cast<size_t>(config_.hidden);
+  const auto num_rows = static_cast<size_t>(rows.first_token + rows.count - first);
+  const auto states_of = [&](int boundary) {
+    const auto index =
+        static_cast<size_t>(std::find(plan.boundaries.begin(), plan.boundaries.end(), boundary) -
+                            plan.boundaries.begin());
+    const auto offset = static_cast<size_t>(rows.first_row + first - rows.first_token) * hidden;
+    return std::span<const uint16_t>(output_.states[index]).subspan(offset, num_rows * hidden);
+  };
+  for (const int boundary : sequence.task.boundaries) {
+    const auto states = states_of(boundary);
+    const auto bad = std::find_if(states.begin(), states.end(),
+                                  [](uint16_t bits) { return !Bf16IsFinite(bits); });
+    if (bad == states.end()) continue;
+    const auto token = first + (bad - states.begin()) / static_cast<int64_t>(hidden);
+    Fail(sequence,
+         {absl::DataLossError(
+              fmt::format("the state at boundary {} of token {} is not finite", boundary, token)),
+          boundary, token},
+         sink);
+    return false;
+  }
+  for (const int boundary : sequence.task.boundaries)
+    sink.OnStates(sequence.task.ticket, boundary, first, states_of(boundary));
+  return true;
+}
+
+bool EngineImpl::HandOutTokens(const ScheduledRows& rows, const StepPlan& plan,
+                               HiddenStateSink& sink) {
+  Sequence& sequence = *rows.sequence;
+  const SampleTask& task = sequence.task;
+  std::vector<TokenScore> scores;
+  for (int i = 0; i < rows.num_logits; ++i) {
+    const auto row = static_cast<size_t>(rows.first_logit + i);
+    if (std::isnan(output_.logprobs[row])) {
+      const int64_t token = plan.draws[row].position - 1;
+      Fail(sequence,
+           {absl::DataLossError(fmt::format("the logits after token {} are not finite", token)),
+            config_.num_layers, token},
+           sink);
+      return false;
+    }
+    scores.push_back({output_.logprobs[row], output_.entropies[row]});
+  }
+  if (rows.samples) {
+    const int32_t id = output_.ids[static_cast<size_t>(rows.first_logit)];
+    sequence.tokens.push_back(id);
+    const auto length = static_cast<int>(sequence.tokens.size()),
+               prompt = static_cast<int>(task.input_ids.size());
+    if (std::find(task.stop_ids.begin(), task.stop_ids.end(), id) != task.stop_ids.end()) {
+      sequence.end = FinishReason::kStop;
+    } else if (length >= task.max_length || length - prompt >= task.max_new_tokens) {
+      sequence.end = FinishReason::kLength;
+    }
+    sink.OnToken(task.ticket, id, task.token_scores ? scores[0] : TokenScore{NAN, NAN});
+  } else if (!scores.empty()) {
+    sink.OnScores(task.ticket, rows.first_token + rows.count - static_cast<int64_t>(scores.size()),
+                  scores);
+  }
+  return true;
+}
+
+void EngineImpl::Fail(const Sequence& sequence, HiddenStateSink::Failure failure,
+                      HiddenStateSink& sink) {
+  const uint64_t ticket = sequence.task.ticket;
+  scheduler_->Remove(ticket);
+  sink.OnFailed(ticket, failure);
+}
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<Engine>> Engine::Open(const CheckpointIndex& checkpoint,
+                                                     const EngineOptions& options) {
+  auto engine = std::make_unique<EngineImpl>();
+  STATETAP_RETURN_IF_ERROR(engine->Load(checkpoint, options));
+  return engine;
+}
+
+}  // namespace statetap

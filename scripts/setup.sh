@@ -1,0 +1,37 @@
+#!/usr/bin/env bash
+# Installs what is missing to build, demo and test Statetap on Debian 12 or Ubuntu 24.04. Safe to run again; does nothing when all is there.
+#   scripts/setup.sh            packages of the distribution (with sudo where needed)
+#   scripts/setup.sh --tests    and, for the tests, a Python environment in .venv
+source "$(dirname "$0")/common.sh"
+
+packages=(
+  g++ cmake ninja-build ccache pkg-config git ca-certificates
+  libgrpc++-dev libprotobuf-dev protobuf-compiler protobuf-compiler-grpc libabsl-dev
+  libhdf5-dev libsqlite3-dev libcli11-dev nlohmann-json3-dev libfmt-dev
+  libzstd-dev zlib1g-dev libxxhash-dev libpcre2-dev libcpp-httplib-dev libssl-dev
+  libgtest-dev libgmock-dev libbenchmark-dev
+)
+[ "${1:-}" = --tests ] && packages+=(hdf5-tools python3 python3-venv clang-format curl)
+
+command -v apt-get >/dev/null || die "this script knows Debian and Ubuntu only; install by hand: ${packages[*]}"
+missing=()
+for package in "${packages[@]}"; do
+  dpkg-query -W -f='${Status}' "$package" 2>/dev/null | grep -q "ok installed" || missing+=("$package")
+done
+if [ ${#missing[@]} -gt 0 ]; then
+  say "installing: ${missing[*]}"
+  sudo=(); [ "$(id -u)" = 0 ] || sudo=(sudo)
+  [ ${#sudo[@]} = 0 ] || command -v sudo >/dev/null || die "not root and no sudo; install as root: apt-get install ${missing[*]}"
+  export DEBIAN_FRONTEND=noninteractive
+  "${sudo[@]}" apt-get update -qq
+  "${sudo[@]}" apt-get install -y -qq --no-install-recommends "${missing[@]}" >/dev/null
+fi
+
+if [ "${1:-}" = --tests ]; then
+  python=$root/.venv/bin/python3
+  if ! "$python" -c 'import h5py, grpc, grpc_tools, grpc_health, numpy' 2>/dev/null; then
+    say "making .venv (numpy, h5py, grpcio)"
+    python3 -m venv "$root/.venv"
+    "$python" -m pip install -q --disable-pip-version-check numpy h5py grpcio grpcio-tools grpcio-health-checking protobuf
+  fi
+fi

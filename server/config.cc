@@ -1,0 +1,189 @@
+#include "server/config.h"
+
+#include <CLI/CLI.hpp>
+#include <algorithm>
+#include <cstdlib>
+#include <numeric>
+
+#include "extractor/base/file.h"
+#include "server/jobs/served_model.h"
+#include "server/web/http_server.h"
+
+namespace statetap {
+namespace {
+
+size_t EditDistance(std::string_view a, std::string_view b) {
+  std::vector<size_t> row(b.size() + 1);
+  std::iota(row.begin(), row.end(), size_t{0});
+  for (size_t i = 0; i < a.size(); ++i) {
+    size_t diagonal = row[0];
+    row[0] = i + 1;
+    for (size_t j = 0; j < b.size(); ++j) {
+      const size_t substitute = diagonal + (a[i] == b[j] ? 0 : 1);
+      diagonal = row[j + 1];
+      row[j + 1] = std::min({substitute, row[j] + 1, row[j + 1] + 1});
+    }
+  }
+  return row.back();
+}
+
+std::string Nearest(const CLI::App& app, std::string_view flag) {
+  flag = flag.substr(0, flag.find('='));
+  std::string best;
+  size_t least = 1 + flag.size() / 3;  // farther ones would only confuse
+  for (const CLI::Option* option : app.get_options()) {
+    for (const std::string& name : option->get_lnames()) {
+      const std::string candidate = "--" + name;
+      const size_t distance = EditDistance(flag, candidate);
+      if (distance > least) continue;
+      least = distance;
+      best = candidate;
+    }
+  }
+  return best;
+}
+
+std::string UnknownFlag(const CLI::App& app, const std::string& flag) {
+  const std::string near = Nearest(app, flag);
+  return fmt::format("statetapd: {} is not known{}; `statetapd --help` lists all\n", flag,
+                     near.empty() ? "" : fmt::format(", did you mean {}?", near));
+}
+
+std::filesystem::path HuggingFaceHub() {
+  const auto variable = [](const char* name) {
+    const char* value = std::getenv(name);
+    return std::string(value == nullptr ? "" : value);
+  };
+  if (const std::string hub = variable("HF_HUB_CACHE"); !hub.empty()) return hub;
+  if (const std::string home = variable("HF_HOME"); !home.empty())
+    return std::filesystem::path(home) / "hub";
+  return std::filesystem::path(variable("HOME")) / ".cache/huggingface/hub";
+}
+
+void AddOptions(CLI::App& app, ServerConfig& config, double& kv_cache_gib, std::string& experts,
+                std::string& kernels, std::string& retain) {
+  EngineOptions& engine = config.engine;
+  app.set_config("--config", "", "A file with the same names (TOML or INI: model = \"…\")");
+  app.add_option("--model", config.model,
+                 "Checkpoint folder, or org/name[@revision] in the local Hugging Face cache")
+      ->required();
+  app.add_option("--data", config.data,
+                 "Folder of the job store (a local disk) and, by default, of "
+                 "shards; one server at a time")
+      ->required();
+  app.add_option("--listen", config.listen, "HOST:PORT of gRPC; port 0 picks one")
+      ->capture_default_str();
+  app.add_option("--http", config.http, "HOST:PORT of /healthz and /metrics; empty: off")
+      ->capture_default_str();
+  app.add_option("--shards", config.shards, "Folders where shards go (default: DATA/shards)")
+      ->delimiter(',');
+  app.add_option("--retain", retain, "all: shards stay until their job is deleted")
+      ->check(CLI::IsMember({"all"}))
+      ->capture_default_str();
+  app.add_option("--inner-eps", engine.inner_eps,
+                 "eps of the two inner norms (default: the config's rms_norm_eps)")
+      ->check(CLI::PositiveNumber);
+  app.add_option("--backend", engine.backend, "auto, cpu or cuda")
+      ->check(CLI::IsMember({"auto", "cpu", "cuda"}))
+      ->capture_default_str();
+  app.add_option("--tp", engine.ranks, "Ranks (default: the GPUs there are, 1 on CPU)")
+      ->check(CLI::Range(1, 64));
+  app.add_option("--kernels", kernels, "auto, portable or hopper; the CPU has one kind")
+      ->check(CLI::IsMember({"auto", "portable", "hopper"}))
+      ->capture_default_str();
+  app.add_option("--experts", experts, "expert (whole experts a rank) or tensor (slices of all)")
+      ->check(CLI::IsMember({"expert", "tensor"}))
+      ->capture_default_str();
+  app.add_option("--max-seq-len", engine.max_seq_len,
+                 "Longest sample in tokens (default: the model's positions)")
+      ->check(CLI::Range(2, 1 << 24));
+  app.add_option("--max-batch-tokens", engine.max_batch_tokens, "Tokens of a step")
+      ->check(CLI::Range(1, 1 << 20))
+      ->capture_default_str();
+  app.add_option("--kv-cache-gib", kv_cache_gib, "Latent KV cache")
+      ->check(CLI::PositiveNumber)
+      ->capture_default_str();
+  app.add_option("--host-buffer-gib", config.host_buffer_gib,
+                 "Host memory for the states of samples in flight")
+      ->check(CLI::PositiveNumber)
+      ->capture_default_str();
+  app.add_option("--drain-seconds", config.drain_seconds,
+                 "After SIGTERM: how long running samples may take to finish")
+      ->check(CLI::Range(0, 86400))
+      ->capture_default_str();
+}
+
+}  // namespace
+
+ParsedArguments ParseArguments(int argc, const char* const* argv) {
+  ServerConfig config;
+  config.engine.backend = "auto";
+  double kv_cache_gib = 1;
+  std::string experts = "expert", kernels = "auto", retain = "all";
+  CLI::App app("Statetap's server: generates answers and stores the model's hidden states.",
+               "statetapd");
+  app.set_version_flag("--version", std::string(kProducer));
+  app.allow_extras();
+  app.allow_config_extras(CLI::config_extras_mode::error);
+  AddOptions(app, config, kv_cache_gib, experts, kernels, retain);
+  const auto wrong = [](std::string text) {
+    return ParsedArguments{std::nullopt, 2, std::move(text)};
+  };
+  try {
+    app.parse(argc, argv);
+  } catch (const CLI::Success& done) {
+    std::ostringstream out;
+    app.exit(done, out, out);
+    return {std::nullopt, 0, out.str()};
+  } catch (const CLI::RequiredError& error) {
+    // A mistyped required flag is unknown first and missing second: say the first.
+    for (const std::string& extra : app.remaining()) {
+      if (extra.starts_with("-")) return wrong(UnknownFlag(app, extra));
+    }
+    return wrong(fmt::format("statetapd: {}; `statetapd --help` lists all\n", error.what()));
+  } catch (const CLI::ParseError& error) {
+    return wrong(fmt::format("statetapd: {}; `statetapd --help` lists all\n", error.what()));
+  }
+  if (!app.remaining().empty()) return wrong(UnknownFlag(app, app.remaining().front()));
+  for (const std::string* address : {&config.listen, &config.http}) {
+    if (address == &config.http && address->empty()) continue;
+    const auto parsed = ParseHostPort(*address);
+    if (!parsed.ok()) {
+      return wrong(fmt::format("statetapd: {}: {}\n",
+                               address == &config.http ? "--http" : "--listen",
+                               MessageOf(parsed.status())));
+    }
+  }
+  config.engine.kv_cache_bytes = static_cast<int64_t>(kv_cache_gib * 0x1p30);
+  config.engine.experts =
+      experts == "tensor" ? EngineOptions::Experts::kTensor : EngineOptions::Experts::kExpert;
+  if (config.engine.backend == "auto") config.engine.backend = "cpu";
+  return {std::move(config), 0, ""};
+}
+
+absl::StatusOr<std::filesystem::path> FindModel(const std::string& model) {
+  if (std::filesystem::exists(model)) return std::filesystem::path(model);
+  const size_t at = model.find('@');
+  const std::string name = model.substr(0, at);
+  std::string folder = "models--" + name;
+  if (const size_t slash = folder.find('/'); slash != std::string::npos)
+    folder.replace(slash, 1, "--");
+  const std::filesystem::path cached = HuggingFaceHub() / folder;
+  if (std::count(name.begin(), name.end(), '/') != 1 || !std::filesystem::exists(cached)) {
+    return absl::NotFoundError(
+        fmt::format("--model: {} is neither a folder nor in the Hugging Face cache ({}); nothing "
+                    "is downloaded: "
+                    "give a checkpoint folder, or fetch it first with `huggingface-cli download`",
+                    model, cached.string()));
+  }
+  if (at == std::string::npos) return cached;
+  std::string revision = model.substr(at + 1);
+  if (const auto ref = ReadWholeFile(cached / "refs" / revision, 4096); ref.ok())
+    revision = ref->substr(0, ref->find_last_not_of(" \n\r") + 1);
+  const std::filesystem::path snapshot = cached / "snapshots" / revision;
+  if (std::filesystem::exists(snapshot)) return snapshot;
+  return absl::NotFoundError(
+      fmt::format("--model: {} has no revision {} in the Hugging Face cache", name, revision));
+}
+
+}  // namespace statetap

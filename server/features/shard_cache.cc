@@ -1,0 +1,63 @@
+#include "server/features/shard_cache.h"
+
+#include <algorithm>
+#include <utility>
+
+namespace statetap {
+
+absl::StatusOr<std::shared_ptr<const ShardReader>> ShardCache::Open(const ShardRow& shard) {
+  const std::lock_guard lock(mutex_);
+  const auto found = std::find_if(open_.begin(), open_.end(),
+                                  [&](const Entry& entry) { return entry.path == shard.path; });
+  if (found != open_.end()) {
+    open_.splice(open_.begin(), open_, found);
+    return open_.front().reader;
+  }
+  STATETAP_ASSIGN_OR_RETURN(std::unique_ptr<ShardReader> reader,
+                            ShardReader::Open(folders_.FromStored(shard.path)));
+  open_.push_front({shard.path, std::move(reader)});
+  if (open_.size() > max_open_) open_.pop_back();
+  return open_.front().reader;
+}
+
+absl::StatusOr<std::shared_ptr<const ShardReader>> ShardCache::Open(const JobRecord& job,
+                                                                    int64_t seq) {
+  STATETAP_ASSIGN_OR_RETURN(const std::vector<ShardRow> shards, store_.Shards(job.key));
+  for (const ShardRow& shard : shards) {
+    if (shard.seq == seq) return Open(shard);
+  }
+  return absl::NotFoundError(fmt::format("job {} has no shard {}", job.id, seq));
+}
+
+absl::StatusOr<std::shared_ptr<const ShardReader>> ShardCache::OpenAnew(
+    const ShardRow& shard) const {
+  STATETAP_ASSIGN_OR_RETURN(std::unique_ptr<ShardReader> reader,
+                            ShardReader::Open(folders_.FromStored(shard.path)));
+  return std::shared_ptr<const ShardReader>(std::move(reader));
+}
+
+absl::StatusOr<ShardCache::Joined> ShardCache::Statistics(const JobRecord& job) {
+  STATETAP_ASSIGN_OR_RETURN(const std::vector<ShardRow> shards, store_.Shards(job.key));
+  const std::lock_guard lock(statistics_mutex_);
+  Joined& joined = joined_[job.key];
+  for (const ShardRow& shard : shards) {
+    if (shard.seq <= joined.last_seq) continue;
+    STATETAP_ASSIGN_OR_RETURN(const auto reader, Open(shard));
+    STATETAP_ASSIGN_OR_RETURN(std::vector<BoundaryStatistics> statistics, reader->ReadStatistics());
+    if (joined.statistics.empty()) {
+      joined.boundaries = reader->config().boundaries;
+      joined.statistics = std::move(statistics);
+    } else if (reader->config().boundaries != joined.boundaries) {
+      return absl::DataLossError(
+          fmt::format("{} has other boundaries than the job's first shard", shard.path));
+    } else {
+      for (size_t i = 0; i < statistics.size(); ++i) joined.statistics[i].Merge(statistics[i]);
+    }
+    joined.samples += shard.samples;
+    joined.rows += shard.rows;
+    joined.last_seq = shard.seq;
+  }
+  return joined;
+}
+
+}  // namespace statetap

@@ -1,0 +1,55 @@
+// Open shards of committed jobs, the most recently used ones, and each job's joined statistics.
+// Thread safe.
+#pragma once
+
+#include <cstdint>
+#include <list>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "extractor/shard/shard_reader.h"
+#include "server/jobs/shard_folders.h"
+#include "server/store/job_store.h"
+
+namespace statetap {
+
+class ShardCache {
+ public:
+  // At most `max_open` files are kept open beside those in use.
+  ShardCache(const JobStore& store, const ShardFolders& folders, size_t max_open = 32)
+      : store_(store), folders_(folders), max_open_(max_open) {}
+
+  // NOT_FOUND or DATA_LOSS names the file.
+  absl::StatusOr<std::shared_ptr<const ShardReader>> Open(const ShardRow& shard);
+  absl::StatusOr<std::shared_ptr<const ShardReader>> Open(const JobRecord& job, int64_t seq);
+
+  // Past the cache: what is on disk now.
+  absl::StatusOr<std::shared_ptr<const ShardReader>> OpenAnew(const ShardRow& shard) const;
+
+  struct Joined {
+    std::vector<int> boundaries;
+    std::vector<BoundaryStatistics> statistics;  // by boundary
+    int64_t samples = 0, rows = 0;
+    int64_t last_seq = 0;
+  };
+  // Statistics of the job's shards so far, in the order written: a shard is read once.
+  absl::StatusOr<Joined> Statistics(const JobRecord& job);
+
+ private:
+  struct Entry {
+    std::string path;
+    std::shared_ptr<const ShardReader> reader;
+  };
+  const JobStore& store_;
+  const ShardFolders& folders_;
+  const size_t max_open_;
+  std::mutex mutex_;
+  std::list<Entry> open_;  // most recently used first
+  std::mutex statistics_mutex_;
+  std::map<int64_t, Joined> joined_;  // by job key
+};
+
+}  // namespace statetap

@@ -1,0 +1,88 @@
+// From what a client sends to what the engine runs: rendering, tokens, masks, digests, refusals.
+#pragma once
+
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "extractor/base/worker_pool.h"
+#include "server/jobs/job_plan.h"
+#include "server/store/job_store.h"
+
+namespace statetap {
+
+// Prefill for ids and for chats whose last turn is the assistant's, else generate.
+bool DefaultsToGenerate(const v1::SampleInput& sample);
+
+// Of text or ids, tools, thinking and sampling: 16 hex digits. Not of id, source and meta.
+std::string ContentDigest(const v1::SampleInput& sample);
+
+struct RenderedSample {
+  std::string text;  // filled where asked for
+  std::vector<int32_t> ids;
+  std::vector<uint8_t> mask;           // one a token; generate: zeros, the answer's ones come later
+  std::optional<Rejection> rejection;  // template, input or token_id
+};
+enum class WithText { kYes, kNo };
+// No length limit is applied here.
+RenderedSample RenderSample(const v1::SampleInput& sample, const TextPlan& plan,
+                            const ServedModel& model, WithText with_text);
+
+// A sample of a job: rendered, overrides checked, held against the length limit.
+SampleRow AdmitSample(const v1::SampleInput& sample, const JobPlan& plan, const ServedModel& model);
+
+// Removes an unpublished job with its destructor.
+class UnpublishedJob {
+ public:
+  UnpublishedJob(JobStore& store, int64_t key) : store_(&store), key_(key) {}
+  UnpublishedJob(UnpublishedJob&& other) noexcept
+      : store_(std::exchange(other.store_, nullptr)), key_(other.key_) {}
+  UnpublishedJob& operator=(UnpublishedJob&&) = delete;
+  ~UnpublishedJob() {
+    if (store_ != nullptr) store_->AbandonJob(key_).IgnoreError();  // else the next start does
+  }
+  int64_t key() const { return key_; }
+  // Somebody else answers for it from now on.
+  int64_t Release() {
+    store_ = nullptr;
+    return key_;
+  }
+
+ private:
+  JobStore* store_;
+  int64_t key_;
+};
+
+// One upload. The job appears with Finish; a destroyed Admission leaves nothing. One thread.
+class Admission {
+ public:
+  // INVALID_ARGUMENT for options that cannot be, as far as they are known before the first sample.
+  static absl::StatusOr<Admission> Begin(JobStore& store, const ServedModel& model,
+                                         const v1::JobOptions& options);
+  Admission(Admission&&) noexcept = default;
+
+  static constexpr int kMaxBatch = 10000;
+  absl::Status Add(const google::protobuf::RepeatedPtrField<v1::SampleInput>& samples);
+  // INVALID_ARGUMENT where no sample came.
+  absl::StatusOr<JobStore::Published> Finish();
+  int64_t duplicates() const { return duplicates_; }
+
+ private:
+  Admission(JobStore& store, const ServedModel& model, const v1::JobOptions& options);
+  absl::Status ResolveMode(const v1::SampleInput& sample);
+  std::string IdOf(const v1::SampleInput& sample, const std::string& digest);
+
+  JobStore* store_;
+  const ServedModel* model_;
+  v1::JobOptions given_;
+  std::optional<JobPlan> plan_;
+  std::unique_ptr<WorkerPool> workers_;
+  std::optional<UnpublishedJob> open_;
+  std::map<std::string, int64_t> repeats_;  // of digests that serve as ids
+  int64_t duplicates_ = 0;
+};
+
+}  // namespace statetap

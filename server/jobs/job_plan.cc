@@ -1,0 +1,207 @@
+#include "server/jobs/job_plan.h"
+
+#include <algorithm>
+
+#include "extractor/base/digest.h"
+#include "extractor/base/json.h"
+
+namespace statetap {
+namespace {
+
+constexpr int kDefaultMaxLength = 8192;
+constexpr uint64_t kDefaultShardBytes = uint64_t{4} << 30;
+constexpr uint64_t kLeastShardBytes = uint64_t{1} << 20;
+
+template <typename T>
+absl::Status Invalid(std::string_view field, const T& value, std::string_view remedy) {
+  return absl::InvalidArgumentError(
+      fmt::format("options.{}: {} is not possible; {}", field, value, remedy));
+}
+
+absl::StatusOr<std::vector<int>> CheckedTaps(const v1::JobOptions& options,
+                                             const ServedModel& model) {
+  std::vector<int> taps(options.taps().begin(), options.taps().end());
+  const int layers = model.config.num_layers;
+  if (taps.empty()) taps = model.DefaultTaps();
+  if (taps.empty()) {
+    return absl::InvalidArgumentError(
+        fmt::format("options.taps: {} has {} layers, too few for the default taps; give boundaries "
+                    "in [0, {}]",
+                    model.name, layers, layers));
+  }
+  for (size_t i = 0; i < taps.size(); ++i) {
+    if (taps[i] < 0 || taps[i] > layers) {
+      return Invalid("taps", taps[i],
+                     fmt::format("{} has {} layers: boundaries are 0 (embedding) to {} (after the "
+                                 "last layer)",
+                                 model.name, layers, layers));
+    }
+    if (i > 0 && taps[i] <= taps[i - 1]) {
+      return Invalid("taps", fmt::format("{} behind {}", taps[i], taps[i - 1]),
+                     "give them ascending, each once");
+    }
+  }
+  return taps;
+}
+
+absl::Status FillLengths(v1::JobOptions& options, const ServedModel& model) {
+  if (options.max_length() == 0)
+    options.set_max_length(std::min(kDefaultMaxLength, model.max_seq_len));
+  if (options.max_length() < 2 || options.max_length() > model.max_seq_len) {
+    return Invalid("max_length", options.max_length(),
+                   fmt::format("give 2 to {}, the server's --max-seq-len", model.max_seq_len));
+  }
+  if (options.max_new_tokens() < 0)
+    return Invalid("max_new_tokens", options.max_new_tokens(), "give 1 or more, or 0 for no limit");
+  if (options.too_long() == v1::TOO_LONG_UNSPECIFIED) options.set_too_long(v1::TOO_LONG_REJECT);
+  if (options.shard_bytes() == 0) options.set_shard_bytes(kDefaultShardBytes);
+  if (options.shard_bytes() < kLeastShardBytes)
+    return Invalid("shard_bytes", options.shard_bytes(), "give 1048576 (1 MiB) or more");
+  return absl::OkStatus();
+}
+
+absl::Status FillSampling(v1::JobOptions& options, const TextPlan& text) {
+  if (!options.has_temperature()) options.set_temperature(DefaultTemperature(text.thinking));
+  if (!(options.temperature() >= 0 && options.temperature() <= 100))
+    return Invalid("temperature", options.temperature(), "give 0 (greedy) to 100");
+  if (!options.has_top_p()) options.set_top_p(0.95);
+  if (!(options.top_p() > 0 && options.top_p() <= 1))
+    return Invalid("top_p", options.top_p(), "give a number above 0, at most 1");
+  if (!options.has_logprobs()) options.set_logprobs(text.generate);
+  return absl::OkStatus();
+}
+
+Json FieldJson(const google::protobuf::Message& message,
+               const google::protobuf::FieldDescriptor* field) {
+  using google::protobuf::FieldDescriptor;
+  const auto* reflection = message.GetReflection();
+  if (field->is_repeated()) {
+    Json list = Json::array();
+    for (int i = 0; i < reflection->FieldSize(message, field); ++i)
+      list.push_back(reflection->GetRepeatedInt32(message, field, i));
+    return list;
+  }
+  switch (field->cpp_type()) {
+    case FieldDescriptor::CPPTYPE_INT32: return reflection->GetInt32(message, field);
+    case FieldDescriptor::CPPTYPE_INT64: return reflection->GetInt64(message, field);
+    case FieldDescriptor::CPPTYPE_UINT64: return reflection->GetUInt64(message, field);
+    case FieldDescriptor::CPPTYPE_DOUBLE: return reflection->GetDouble(message, field);
+    case FieldDescriptor::CPPTYPE_BOOL: return reflection->GetBool(message, field);
+    case FieldDescriptor::CPPTYPE_ENUM: return reflection->GetEnum(message, field)->name();
+    default: return reflection->GetString(message, field);
+  }
+}
+
+}  // namespace
+
+double DefaultTemperature(bool thinking) { return thinking ? 1.0 : 0.6; }
+
+absl::StatusOr<TextPlan> PlanText(const v1::JobOptions& options, bool generate,
+                                  const ServedModel& model) {
+  TextPlan plan;
+  plan.generate = generate;
+  plan.thinking = options.has_thinking() ? options.thinking() : true;
+  plan.kind = model.template_kind;
+  if (!options.template_().empty() && options.template_() != "auto") {
+    auto kind = ParseTemplateKind(options.template_());
+    if (!kind.ok()) return WithContext(kind.status(), "options.template");
+    plan.kind = *kind;
+  }
+  plan.keep_reasoning = generate ? KeepReasoning::kToolLoop : KeepReasoning::kLast;
+  if (!options.keep_reasoning().empty()) {
+    auto keep = ParseKeepReasoning(options.keep_reasoning());
+    if (!keep.ok()) return WithContext(keep.status(), "options.keep_reasoning");
+    plan.keep_reasoning = *keep;
+  }
+  if (!options.turns().empty() && options.turns() != "last") {
+    return Invalid("turns", fmt::format("\"{}\"", options.turns()),
+                   "this server supervises the last answer of a chat: leave it out, or give last");
+  }
+  return plan;
+}
+
+absl::StatusOr<JobPlan> PlanJob(const v1::JobOptions& given, bool generate,
+                                const ServedModel& model, Capture capture) {
+  JobPlan plan;
+  plan.options = given;
+  v1::JobOptions& options = plan.options;
+  if (options.name().size() > 200)
+    return Invalid("name", fmt::format("a name of {} bytes", options.name().size()),
+                   "give 1 to 200");
+  STATETAP_ASSIGN_OR_RETURN(plan.text, PlanText(given, generate, model));
+  options.set_mode(generate ? v1::JOB_MODE_GENERATE : v1::JOB_MODE_PREFILL);
+  options.set_template_(std::string(NameOf(plan.text.kind)));
+  options.set_thinking(plan.text.thinking);
+  if (options.keep_reasoning().empty()) options.set_keep_reasoning(generate ? "tool_loop" : "last");
+  if (options.turns().empty()) options.set_turns("last");
+  plan.temperature_given = given.has_temperature();
+  STATETAP_RETURN_IF_ERROR(FillLengths(options, model));
+  STATETAP_RETURN_IF_ERROR(FillSampling(options, plan.text));
+  if (!(options.eval_fraction() >= 0 && options.eval_fraction() < 1))
+    return Invalid("eval_fraction", options.eval_fraction(), "give 0 or more, below 1");
+  if (capture == Capture::kNo) return plan;
+  STATETAP_ASSIGN_OR_RETURN(plan.boundaries, CheckedTaps(given, model));
+  options.mutable_taps()->Assign(plan.boundaries.begin(), plan.boundaries.end());
+  if (!options.no_final() && plan.boundaries.back() != model.config.num_layers)
+    plan.boundaries.push_back(model.config.num_layers);
+  return plan;
+}
+
+absl::StatusOr<JobPlan> PlanOfStored(std::string_view serialized_options,
+                                     const ServedModel& model) {
+  v1::JobOptions options;
+  if (!options.ParseFromArray(serialized_options.data(),
+                              static_cast<int>(serialized_options.size())))
+    return absl::DataLossError("the job's stored options cannot be read");
+  return PlanJob(options, options.mode() == v1::JOB_MODE_GENERATE, model);
+}
+
+int32_t MaxNewTokens(const JobPlan& plan, const SampleRow& sample) {
+  const auto room = plan.options.max_length() - static_cast<int32_t>(sample.ids.size());
+  const int32_t wanted =
+      sample.max_new_tokens > 0 ? sample.max_new_tokens : plan.options.max_new_tokens();
+  return wanted > 0 ? std::min(wanted, room) : room;
+}
+
+SampleTask TaskOf(const JobPlan& plan, const SampleRow& sample, std::string_view id,
+                  const ServedModel& model) {
+  const v1::JobOptions& options = plan.options;
+  SampleTask task;
+  task.input_ids = sample.ids;
+  task.generate = plan.text.generate;
+  task.max_length = options.max_length();
+  if (task.generate) {
+    task.max_new_tokens = MaxNewTokens(plan, sample);
+    task.stop_ids = model.stop_ids;
+  }
+  task.sampling.temperature = sample.temperature.value_or(options.temperature());
+  task.sampling.top_p = sample.top_p.value_or(options.top_p());
+  task.sampling.seed = options.seed();
+  task.sampling.key = Xxh3Of(std::as_bytes(std::span(id)));
+  task.token_scores = options.logprobs();
+  task.boundaries = plan.boundaries;
+  return task;
+}
+
+std::string OptionsJson(const v1::JobOptions& options) {
+  Json object = Json::object();
+  const auto* descriptor = options.GetDescriptor();
+  for (int i = 0; i < descriptor->field_count(); ++i)
+    object[descriptor->field(i)->name()] = FieldJson(options, descriptor->field(i));
+  return DumpJson(object);
+}
+
+std::string OptionDifferences(const v1::JobOptions& mine, const v1::JobOptions& theirs) {
+  std::string differences;
+  const auto* descriptor = mine.GetDescriptor();
+  for (int i = 0; i < descriptor->field_count(); ++i) {
+    const auto* field = descriptor->field(i);
+    const Json a = FieldJson(mine, field), b = FieldJson(theirs, field);
+    if (a == b) continue;
+    differences += fmt::format("{}{}: {} here, {} there", differences.empty() ? "" : "; ",
+                               field->name(), DumpJson(a), DumpJson(b));
+  }
+  return differences;
+}
+
+}  // namespace statetap

@@ -1,0 +1,51 @@
+// A job's options, checked against the served model and with every default filled in.
+#pragma once
+
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "server/jobs/served_model.h"
+#include "statetap/v1/jobs.pb.h"
+
+namespace statetap {
+
+// How text becomes ids.
+struct TextPlan {
+  bool generate = true;
+  TemplateKind kind = TemplateKind::kNone;
+  bool thinking = true;
+  KeepReasoning keep_reasoning = KeepReasoning::kToolLoop;
+};
+
+struct JobPlan {
+  v1::JobOptions options;  // every default filled in
+  TextPlan text;
+  bool temperature_given = false;  // else a sample with other thinking has another default
+  std::vector<int> boundaries;     // ascending, the final one included if stored
+};
+
+// INVALID_ARGUMENT names the field, the value and the remedy.
+absl::StatusOr<TextPlan> PlanText(const v1::JobOptions& options, bool generate,
+                                  const ServedModel& model);
+enum class Capture { kYes, kNo };  // kNo: an answer without states; taps are not looked at
+absl::StatusOr<JobPlan> PlanJob(const v1::JobOptions& options, bool generate,
+                                const ServedModel& model, Capture capture = Capture::kYes);
+// Of a stored job, whose defaults were filled in when it was made.
+absl::StatusOr<JobPlan> PlanOfStored(std::string_view serialized_options, const ServedModel& model);
+
+// What the engine is asked for. `id`: the sample's, which its random numbers depend on.
+SampleTask TaskOf(const JobPlan& plan, const SampleRow& sample, std::string_view id,
+                  const ServedModel& model);
+// Of a prompt: its own limit or the job's, and what max_length leaves.
+int32_t MaxNewTokens(const JobPlan& plan, const SampleRow& sample);
+
+double DefaultTemperature(bool thinking);
+
+// The options as one JSON object, field names as in the contract; and "field: a here, b there; …"
+// for those that differ.
+std::string OptionsJson(const v1::JobOptions& options);
+std::string OptionDifferences(const v1::JobOptions& mine, const v1::JobOptions& theirs);
+
+}  // namespace statetap

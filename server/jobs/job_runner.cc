@@ -1,0 +1,208 @@
+#include "server/jobs/job_runner.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "extractor/base/digest.h"
+#include "extractor/base/log.h"
+#include "server/jobs/recovery.h"
+
+namespace statetap {
+
+absl::StatusOr<std::unique_ptr<JobRunner>> JobRunner::Start(JobStore& store,
+                                                            const ServedModel& model,
+                                                            Engine& engine,
+                                                            const ShardFolders& folders,
+                                                            const Options& options) {
+  STATETAP_RETURN_IF_ERROR(RecoverShards(store, folders));
+  std::unique_ptr<JobRunner> runner(new JobRunner(store, model, engine, folders, options));
+  STATETAP_ASSIGN_OR_RETURN(std::vector<JobRecord> jobs, store.ListJobs());
+  std::reverse(jobs.begin(), jobs.end());  // oldest first
+  for (const JobRecord& job : jobs) {
+    if (HasEnded(job.state) || job.state == JobState::kPaused) continue;
+    STATETAP_RETURN_IF_ERROR(store.MarkQueued(job.key));
+    STATETAP_RETURN_IF_ERROR(runner->Activate(job));
+  }
+  runner->engine_thread_ = std::thread([raw = runner.get()] { raw->RunEngine(); });
+  return runner;
+}
+
+JobRunner::JobRunner(JobStore& store, const ServedModel& model, Engine& engine,
+                     const ShardFolders& folders, const Options& options)
+    : store_(store), model_(model), engine_(engine), folders_(folders), options_(options) {
+  queue_.emplace(store, [this] { Wake(); });
+  ShardPipeline::Listener listener;
+  listener.released = [this](int64_t bytes) { Release(bytes); };
+  listener.stopped = [this](const ActiveJob& job) { StopJob(job); };
+  listener.retry = [this](int64_t key) {
+    const absl::StatusOr<JobRecord> record = store_.GetJob(key);
+    if (!record.ok() || record->state != JobState::kWaiting) return;
+    absl::Status status = store_.MarkQueued(key);
+    if (status.ok()) status = Activate(*record);
+    if (!status.ok()) LogError("{}: cannot try again: {}", record->id, MessageOf(status));
+  };
+  listener.current = [this](int64_t key) {
+    const std::lock_guard lock(mutex_);
+    const auto found = jobs_.find(key);
+    return found == jobs_.end() ? nullptr : found->second;
+  };
+  pipeline_.emplace(store, folders, std::move(listener),
+                    ShardPipeline::Options{options.retry_after});
+}
+
+JobRunner::~JobRunner() { Drain(std::chrono::steady_clock::now()); }
+
+ShardConfig JobRunner::ShardConfigOf(const JobRecord& record, const JobPlan& plan) const {
+  ShardConfig config;
+  config.job = record.id;
+  config.model_name = model_.name;
+  config.model_digest = model_.digest;
+  config.quantization = std::string(model_.quantization());
+  config.hidden = model_.config.hidden;
+  config.layers = model_.config.num_layers;
+  config.boundaries = plan.boundaries;
+  config.rms_norm_eps = model_.config.rms_norm_eps;
+  config.inner_eps = model_.inner_eps;
+  config.rope_json = model_.RopeJson();
+  config.tokenizer_digest = model_.tokenizer->digest();
+  config.template_name = std::string(NameOf(plan.text.kind));
+  config.template_digest = TemplateDigest(plan.text.kind);
+  config.thinking = plan.text.thinking;
+  config.options_json = OptionsJson(plan.options);
+  config.producer = std::string(kProducer);
+  return config;
+}
+
+absl::Status JobRunner::Activate(const JobRecord& record) {
+  const absl::StatusOr<JobPlan> plan = PlanOfStored(record.options, model_);
+  if (!plan.ok()) return store_.MarkWaiting(record.key, MessageOf(plan.status()));
+  const std::string conflict = ContentConflict(record.content, model_.Content(plan->text.kind));
+  if (!conflict.empty()) {
+    LogWarning("{} waits: {}", record.id, conflict);
+    return store_.MarkWaiting(record.key, conflict);
+  }
+  auto job =
+      std::make_shared<ActiveJob>(record.key, record.id, *plan, ShardConfigOf(record, *plan));
+  {
+    const std::lock_guard lock(mutex_);
+    jobs_[record.key] = job;
+  }
+  queue_->Add(std::move(job));
+  return absl::OkStatus();
+}
+
+absl::Status JobRunner::Submit(const JobRecord& job) {
+  if (HasEnded(job.state)) return absl::OkStatus();  // every sample was rejected at once
+  return Activate(job);
+}
+
+absl::Status JobRunner::Cancel(const JobRecord& job) {
+  if (HasEnded(job.state)) {
+    return absl::FailedPreconditionError(fmt::format(
+        "job {} has ended ({}): there is nothing to cancel", job.id, NameOf(job.state)));
+  }
+  std::future<absl::Status> done;
+  {
+    const std::lock_guard lock(mutex_);
+    if (draining_) return absl::UnavailableError("the server is shutting down; try again later");
+    done = pipeline_->Cancel(job.key);
+  }
+  return done.get();
+}
+
+absl::StatusOr<std::shared_ptr<Answer>> JobRunner::Ask(SampleTask task) {
+  auto answer = std::make_shared<Answer>(std::move(task));
+  {
+    const std::lock_guard lock(mutex_);
+    if (!engine_status_.ok()) return engine_status_;
+    if (draining_) return absl::UnavailableError("the server is shutting down; try again later");
+    answers_.push_back(answer);
+  }
+  Wake();
+  return answer;
+}
+
+JobRunner::Live JobRunner::LiveOf(int64_t key) const {
+  const std::lock_guard lock(mutex_);
+  const auto found = jobs_.find(key);
+  if (found == jobs_.end()) return {};
+  return {found->second->running, found->second->rate.PerSecond()};
+}
+
+absl::Status JobRunner::engine_status() const {
+  const std::lock_guard lock(mutex_);
+  return engine_status_;
+}
+
+void JobRunner::RunEngine() {
+  const absl::Status status = engine_.Run(*this, *this);
+  for (auto& [ticket, running] : running_) {
+    if (running.job != nullptr) --running.job->running;
+    if (running.answer != nullptr)
+      running.answer->End(absl::UnavailableError("the engine has stopped; try again later"));
+  }
+  running_.clear();
+  std::deque<std::shared_ptr<Answer>> answers;
+  std::vector<ActiveJobPtr> jobs;
+  {
+    const std::lock_guard lock(mutex_);
+    idle_ = true;
+    if (!status.ok()) {
+      engine_status_ = absl::UnavailableError(
+          fmt::format("the engine has failed: {}; restart the server, jobs go on where they were",
+                      MessageOf(status)));
+      for (const auto& [key, job] : jobs_) jobs.push_back(job);
+    }
+    answers.swap(answers_);
+  }
+  changed_.notify_all();
+  for (const auto& answer : answers)
+    answer->End(absl::UnavailableError("the engine has stopped; try again later"));
+  for (const ActiveJobPtr& job : jobs)
+    store_.MarkWaiting(job->key, MessageOf(engine_status())).IgnoreError();
+  if (!status.ok()) LogError("the engine has failed: {}", MessageOf(status));
+}
+
+void JobRunner::StopJob(const ActiveJob& job) {
+  queue_->Remove(job);
+  {
+    const std::lock_guard lock(mutex_);
+    const auto found = jobs_.find(job.key);
+    if (found != jobs_.end() && found->second.get() == &job) jobs_.erase(found);
+  }
+  cancels_ = true;
+  Wake();
+}
+
+void JobRunner::Release(int64_t bytes) {
+  buffered_ -= bytes;
+  Wake();
+}
+
+void JobRunner::Wake() {
+  {
+    const std::lock_guard lock(mutex_);
+    ++version_;
+  }
+  changed_.notify_all();
+}
+
+void JobRunner::Drain(std::chrono::steady_clock::time_point deadline) {
+  {
+    std::unique_lock lock(mutex_);
+    draining_ = true;
+    ++version_;
+    changed_.notify_all();
+    changed_.wait_until(lock, deadline, [&] { return idle_ || stopping_; });
+  }
+  GiveUp();
+  if (engine_thread_.joinable()) engine_thread_.join();
+  pipeline_->Finish();
+}
+
+void JobRunner::GiveUp() {
+  stopping_ = true;
+  Wake();
+}
+
+}  // namespace statetap

@@ -1,0 +1,126 @@
+// Runs jobs: takes what is to do from the store, gives it to the engine within the host buffer's
+// budget, assembles the samples and hands them to the shard pipeline. Answers to people go before
+// jobs. Two threads: the engine's, and the pipeline's.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <thread>
+#include <unordered_map>
+#include <vector>
+
+#include "extractor/engine/engine.h"
+#include "server/jobs/answer.h"
+#include "server/jobs/sample_assembler.h"
+#include "server/jobs/shard_pipeline.h"
+#include "server/jobs/work_queue.h"
+
+namespace statetap {
+
+class JobRunner final : private SampleSource, private HiddenStateSink {
+ public:
+  struct Options {
+    // Reserved for a sample before it starts: the most rows it can have, at every boundary. One
+    // sample may always run.
+    int64_t host_buffer_bytes = int64_t{4} << 30;
+    std::chrono::milliseconds retry_after{30000};  // a failed write
+  };
+  // Puts the shard folders in order and goes on with every job that has not ended; one whose
+  // content depends on another configuration than `model` comes to wait. All references outlive the
+  // runner.
+  static absl::StatusOr<std::unique_ptr<JobRunner>> Start(JobStore& store, const ServedModel& model,
+                                                          Engine& engine,
+                                                          const ShardFolders& folders,
+                                                          const Options& options);
+  ~JobRunner();
+
+  // A job that was published a moment ago.
+  absl::Status Submit(const JobRecord& job);
+  // Returns when the job's samples are stored or cancelled. FAILED_PRECONDITION where it has ended.
+  absl::Status Cancel(const JobRecord& job);
+  // UNAVAILABLE while draining or where the engine has failed.
+  absl::StatusOr<std::shared_ptr<Answer>> Ask(SampleTask task);
+
+  struct Live {
+    int64_t running = 0;
+    double tokens_per_second = 0;
+  };
+  Live LiveOf(int64_t key) const;
+  absl::Status engine_status() const;  // not OK: it has failed
+  int64_t rows_computed() const { return rows_computed_; }
+  int64_t buffered_bytes() const { return buffered_; }
+
+  // Starts nothing more; waits until `deadline` for what runs, gives up the rest (it runs again
+  // next time), closes the shards. Idempotent.
+  void Drain(std::chrono::steady_clock::time_point deadline);
+  // Makes a Drain that waits go on at once.
+  void GiveUp();
+
+ private:
+  struct Running {
+    ActiveJobPtr job;  // or
+    std::shared_ptr<Answer> answer;
+    std::optional<SampleAssembler> assembler;
+    int64_t reserved = 0;
+    bool rejected = false;  // noted already; what still comes is dropped
+  };
+  JobRunner(JobStore& store, const ServedModel& model, Engine& engine, const ShardFolders& folders,
+            const Options& options);
+  absl::Status Activate(const JobRecord& record);
+  void RunEngine();
+  void StopJob(const ActiveJob& job);
+  void Release(int64_t bytes);
+  void Wake();
+  ShardConfig ShardConfigOf(const JobRecord& record, const JobPlan& plan) const;
+  int64_t MostRows(const ActiveJob& job, const SampleRow& sample) const;
+  int64_t Reservation(const ActiveJob& job, const SampleRow& sample) const;
+  std::optional<SampleTask> NextAnswer();
+  void End(uint64_t ticket, Running& running);
+  void RejectRunning(Running& running, Rejection rejection);
+  Running* Find(uint64_t ticket);
+
+  std::optional<SampleTask> Next() override;
+  std::vector<uint64_t> TakeCancelled() override;
+  bool Wait() override;
+  bool Stopping() override;
+  void OnStates(uint64_t ticket, int boundary, int64_t first_row,
+                std::span<const uint16_t> states) override;
+  void OnToken(uint64_t ticket, int32_t id, TokenScore score) override;
+  void OnScores(uint64_t ticket, int64_t first, std::span<const TokenScore> scores) override;
+  void OnFinished(uint64_t ticket, FinishReason reason) override;
+  void OnFailed(uint64_t ticket, const Failure& failure) override;
+
+  JobStore& store_;
+  const ServedModel& model_;
+  Engine& engine_;
+  const ShardFolders& folders_;
+  const Options options_;
+
+  mutable std::mutex mutex_;
+  std::condition_variable changed_;
+  uint64_t version_ = 0;  // counts changes that Wait waits for
+  std::map<int64_t, ActiveJobPtr> jobs_;
+  std::deque<std::shared_ptr<Answer>> answers_;  // not yet started
+  absl::Status engine_status_;
+  bool draining_ = false, idle_ = false;
+
+  std::atomic<bool> stopping_{false}, cancels_{false};
+  std::atomic<int64_t> buffered_{0}, rows_computed_{0};
+
+  // The engine's thread only.
+  std::unordered_map<uint64_t, Running> running_;
+  uint64_t last_ticket_ = 0, seen_version_ = 0;
+
+  std::optional<WorkQueue> queue_;
+  std::optional<ShardPipeline> pipeline_;
+  std::thread engine_thread_;
+};
+
+}  // namespace statetap

@@ -1,0 +1,131 @@
+#include "server/jobs/sample_assembler.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <numeric>
+#include <utility>
+
+#include "extractor/base/dtype.h"
+
+namespace statetap {
+namespace {
+
+constexpr float kNone = std::numeric_limits<float>::quiet_NaN();
+
+std::string_view NameOf(FinishReason reason) {
+  switch (reason) {
+    case FinishReason::kStop: return "stop";
+    case FinishReason::kLength: return "length";
+    case FinishReason::kPrefill: return "prefill";
+  }
+  return "?";
+}
+
+}  // namespace
+
+SampleAssembler::SampleAssembler(SampleRow sample, bool generate, std::span<const int> boundaries,
+                                 int hidden, int64_t max_rows)
+    : sample_(std::move(sample)),
+      generate_(generate),
+      boundaries_(boundaries.begin(), boundaries.end()),
+      hidden_(hidden),
+      states_(boundaries.size()),
+      ids_(sample_.ids) {
+  // Whole at once: the pages are taken as rows arrive, and no row is copied twice.
+  for (auto& states : states_) states.reserve(static_cast<size_t>(max_rows * hidden));
+}
+
+std::optional<Rejection> SampleAssembler::AddStates(int boundary, int64_t first_row,
+                                                    std::span<const uint16_t> states) {
+  const auto found = std::find(boundaries_.begin(), boundaries_.end(), boundary);
+  if (found == boundaries_.end()) return std::nullopt;
+  auto& mine = states_[static_cast<size_t>(found - boundaries_.begin())];
+  const auto rows = static_cast<int64_t>(mine.size()) / hidden_;
+  if (rows != first_row) {
+    return Rejection{"engine", boundary, first_row,
+                     fmt::format("rows of boundary {} go on at {} where {} was next", boundary,
+                                 first_row, rows)};
+  }
+  const auto bad = std::find_if_not(states.begin(), states.end(), Bf16IsFinite);
+  if (bad != states.end()) {
+    const int64_t token = first_row + (bad - states.begin()) / hidden_;
+    return Rejection{
+        "non_finite", boundary, token,
+        fmt::format("the state at boundary {} of token {} is not finite", boundary, token)};
+  }
+  mine.insert(mine.end(), states.begin(), states.end());
+  return std::nullopt;
+}
+
+void SampleAssembler::AddToken(int32_t id, TokenScore score) {
+  logprobs_.resize(ids_.size(), kNone);
+  entropies_.resize(ids_.size(), kNone);
+  ids_.push_back(id);
+  logprobs_.push_back(score.logprob);
+  entropies_.push_back(score.entropy);
+  any_score_ = any_score_ || !std::isnan(score.logprob);
+}
+
+void SampleAssembler::AddScores(int64_t first, std::span<const TokenScore> scores) {
+  logprobs_.resize(ids_.size(), kNone);
+  entropies_.resize(ids_.size(), kNone);
+  for (size_t i = 0; i < scores.size(); ++i) {
+    const size_t token = static_cast<size_t>(first) + i;
+    if (token >= ids_.size()) break;
+    logprobs_[token] = scores[i].logprob;
+    entropies_[token] = scores[i].entropy;
+  }
+  any_score_ = any_score_ || !scores.empty();
+}
+
+absl::StatusOr<FinishedSample> SampleAssembler::Finish(FinishReason reason) {
+  for (size_t i = 0; i < states_.size(); ++i) {
+    if (states_[i].size() == ids_.size() * static_cast<size_t>(hidden_)) continue;
+    return absl::InternalError(fmt::format("boundary {} has {} rows for {} tokens", boundaries_[i],
+                                           states_[i].size() / static_cast<size_t>(hidden_),
+                                           ids_.size()));
+  }
+  FinishedSample out;
+  SampleRecord& record = out.record;
+  record.id = std::move(sample_.id);
+  record.source = std::move(sample_.source);
+  record.meta_json = std::move(sample_.meta_json);
+  record.split = std::move(sample_.split);
+  record.digest = std::move(sample_.digest);
+  record.prompt_tokens = sample_.prompt_tokens;
+  record.finish_reason = std::string(NameOf(reason));
+  record.truncated = sample_.truncated;
+  record.source_index = sample_.index;
+  record.loss_mask = generate_ ? std::vector<uint8_t>(sample_.ids.size(), 0) : sample_.mask;
+  record.loss_mask.resize(ids_.size(), 1);
+  record.input_ids = std::move(ids_);
+  if (any_score_) {
+    record.logprobs = std::move(logprobs_);
+    record.entropies = std::move(entropies_);
+  }
+  out.states = std::move(states_);
+  return out;
+}
+
+StoredSample FactsOf(const SampleRecord& record) {
+  StoredSample facts;
+  facts.index = record.source_index;
+  facts.rows = static_cast<int64_t>(record.input_ids.size());
+  facts.finish = record.finish_reason;
+  facts.truncated = record.truncated;
+  facts.supervised = std::accumulate(record.loss_mask.begin(), record.loss_mask.end(), int64_t{0});
+  if (record.finish_reason == "prefill") return facts;
+  facts.generated = facts.rows - record.prompt_tokens;
+  double sum = 0;
+  int64_t count = 0;
+  for (size_t i = static_cast<size_t>(record.prompt_tokens); i < record.logprobs.size(); ++i) {
+    if (std::isnan(record.logprobs[i])) continue;
+    sum += double{record.logprobs[i]};
+    ++count;
+  }
+  if (count > 0) facts.mean_logprob = sum / static_cast<double>(count);
+  return facts;
+}
+
+}  // namespace statetap

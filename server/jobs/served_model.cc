@@ -1,0 +1,117 @@
+#include "server/jobs/served_model.h"
+
+#include <algorithm>
+#include <filesystem>
+#include <utility>
+
+#include "extractor/base/file.h"
+#include "extractor/base/json.h"
+
+namespace statetap {
+namespace {
+
+void AddEos(const Json& eos, std::vector<int32_t>& ids) {
+  if (eos.is_number_integer()) ids.push_back(eos.get<int32_t>());
+  if (!eos.is_array()) return;
+  for (const Json& id : eos) AddEos(id, ids);
+}
+
+// The outer model_type tells K2.5 from the text models that share its inner configuration.
+absl::StatusOr<std::string> OuterModelType(const std::filesystem::path& folder) {
+  STATETAP_ASSIGN_OR_RETURN(const std::string text, ReadWholeFile(folder / "config.json"));
+  STATETAP_ASSIGN_OR_RETURN(const Json config, ParseJson(text));
+  const Json* type = FindMember(config, "model_type");
+  return type != nullptr && type->is_string() ? type->get<std::string>() : "";
+}
+
+}  // namespace
+
+absl::StatusOr<std::vector<int32_t>> StopIds(const std::filesystem::path& folder,
+                                             const ModelConfig& config,
+                                             const Tokenizer& tokenizer) {
+  std::vector<int32_t> ids;
+  const std::filesystem::path path = folder / "generation_config.json";
+  if (std::filesystem::exists(path)) {
+    STATETAP_ASSIGN_OR_RETURN(const std::string text, ReadWholeFile(path, int64_t{1} << 20));
+    const absl::StatusOr<Json> json = ParseJson(text);
+    if (!json.ok()) return WithContext(json.status(), path.string());
+    if (const Json* eos = FindMember(*json, "eos_token_id")) AddEos(*eos, ids);
+  }
+  if (config.eos_id >= 0) ids.push_back(config.eos_id);
+  for (const std::string_view name : {"<|im_end|>", "[EOS]"}) {
+    if (const auto id = tokenizer.SpecialId(name)) ids.push_back(*id);
+  }
+  std::sort(ids.begin(), ids.end());
+  ids.erase(std::unique(ids.begin(), ids.end()), ids.end());
+  return ids;
+}
+
+absl::StatusOr<ServedModel> ServedModel::Of(const CheckpointIndex& checkpoint,
+                                            const EngineOptions& options, const EngineInfo& info) {
+  STATETAP_ASSIGN_OR_RETURN(Tokenizer tokenizer, Tokenizer::Open(checkpoint.folder()));
+  ServedModel model;
+  model.name = checkpoint.name();
+  model.path = checkpoint.folder().string();
+  model.digest = checkpoint.digest();
+  model.config = checkpoint.config();
+  model.quantized = checkpoint.quantized();
+  model.parameters = checkpoint.parameters();
+  model.tokenizer = std::make_shared<const Tokenizer>(std::move(tokenizer));
+  STATETAP_ASSIGN_OR_RETURN(const std::string model_type, OuterModelType(checkpoint.folder()));
+  model.template_kind = DetectTemplate(model_type, *model.tokenizer);
+  STATETAP_ASSIGN_OR_RETURN(model.stop_ids,
+                            StopIds(checkpoint.folder(), model.config, *model.tokenizer));
+  model.inner_eps = options.inner_eps > 0 ? options.inner_eps : model.config.rms_norm_eps;
+  model.max_seq_len = info.max_seq_len;
+  return model;
+}
+
+std::vector<int> ServedModel::DefaultTaps() const {
+  const int layers = config.num_layers;
+  if (layers < 7) return {};
+  return {2, layers / 2, layers - 3};
+}
+
+ContentConfig ServedModel::Content(TemplateKind kind) const {
+  return {digest, tokenizer->digest(), TemplateDigest(kind), "bf16", inner_eps};
+}
+
+bool ServedModel::IsStop(int32_t id) const {
+  return std::binary_search(stop_ids.begin(), stop_ids.end(), id);
+}
+
+std::string ServedModel::RopeJson() const {
+  const RopeConfig& rope = config.rope;
+  Json object = {{"rope_theta", rope.theta}};
+  if (rope.yarn) {
+    object["type"] = "yarn";
+    object["factor"] = rope.factor;
+    object["original_max_position_embeddings"] = rope.original_positions;
+    object["beta_fast"] = rope.beta_fast;
+    object["beta_slow"] = rope.beta_slow;
+    object["mscale"] = rope.mscale;
+    object["mscale_all_dim"] = rope.mscale_all_dim;
+  }
+  return DumpJson(object);
+}
+
+std::string ContentConflict(const ContentConfig& job, const ContentConfig& server) {
+  const auto differs = [](std::string_view field, const auto& was, const auto& is) {
+    return fmt::format(
+        "{} was {} when the job was made and is {} now: start the server with the former one to go "
+        "on, or submit the rest as a new job",
+        field, was, is);
+  };
+  if (job.weight_digest != server.weight_digest)
+    return differs("checkpoint (weight_digest)", job.weight_digest, server.weight_digest);
+  if (job.tokenizer_digest != server.tokenizer_digest)
+    return differs("tokenizer_digest", job.tokenizer_digest, server.tokenizer_digest);
+  if (job.template_digest != server.template_digest)
+    return differs("template_digest", job.template_digest, server.template_digest);
+  if (job.dtype != server.dtype) return differs("dtype", job.dtype, server.dtype);
+  if (job.inner_eps != server.inner_eps)
+    return differs("inner_eps", job.inner_eps, server.inner_eps);
+  return "";
+}
+
+}  // namespace statetap

@@ -1,0 +1,52 @@
+// What a server serves: the checkpoint's facts, its tokenizer and template, and the limits that
+// jobs are checked against. Immutable while the server runs.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "extractor/checkpoint/checkpoint_index.h"
+#include "extractor/engine/engine.h"
+#include "extractor/shard/shard_writer.h"
+#include "extractor/text/chat_template.h"
+#include "extractor/text/tokenizer.h"
+#include "server/store/job_store.h"
+
+namespace statetap {
+
+struct ServedModel {
+  std::string name, path, digest;
+  ModelConfig config;
+  bool quantized = false;
+  int64_t parameters = 0;
+  std::shared_ptr<const Tokenizer> tokenizer;
+  TemplateKind template_kind = TemplateKind::kNone;
+  std::vector<int32_t> stop_ids;  // sampling one ends an answer
+  double inner_eps = 0;
+  int max_seq_len = 0;
+
+  // Opens the tokenizer beside the weights and reads generation_config.json where there is one.
+  static absl::StatusOr<ServedModel> Of(const CheckpointIndex& checkpoint,
+                                        const EngineOptions& options, const EngineInfo& info);
+  // Boundaries 2, N/2, N−3; empty below 7 layers, where they must be given.
+  std::vector<int> DefaultTaps() const;
+  ContentConfig Content(TemplateKind kind) const;
+  bool IsStop(int32_t id) const;
+  std::string RopeJson() const;  // the rope parameters as a JSON object
+  std::string_view quantization() const { return quantized ? "int4-g32" : "none"; }
+};
+
+// The ids that end an answer: eos of generation_config.json (a number or a list) and of the config,
+// and <|im_end|> and [EOS] where the tokenizer names them. Ascending, without duplicates.
+absl::StatusOr<std::vector<int32_t>> StopIds(const std::filesystem::path& folder,
+                                             const ModelConfig& config, const Tokenizer& tokenizer);
+
+// Empty, or which field of a job's content differs from what this server would make, with both
+// values and what would help.
+std::string ContentConflict(const ContentConfig& job, const ContentConfig& server);
+
+inline constexpr std::string_view kProducer = "statetap 0.1.0";
+
+}  // namespace statetap

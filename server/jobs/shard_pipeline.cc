@@ -1,0 +1,236 @@
+#include "server/jobs/shard_pipeline.h"
+
+#include <algorithm>
+#include <filesystem>
+#include <utility>
+
+#include "extractor/base/log.h"
+
+namespace statetap {
+namespace {
+
+// Waiting does not mend these; a person must.
+bool IsPermanent(const absl::Status& status) {
+  return absl::IsPermissionDenied(status) || absl::IsNotFound(status) ||
+         absl::IsAlreadyExists(status) || absl::IsFailedPrecondition(status);
+}
+
+}  // namespace
+
+ShardPipeline::ShardPipeline(JobStore& store, const ShardFolders& folders, Listener listener,
+                             Options options)
+    : store_(store),
+      folders_(folders),
+      listener_(std::move(listener)),
+      options_(options),
+      thread_([this] { Work(); }) {}
+
+ShardPipeline::~ShardPipeline() { Finish(); }
+
+void ShardPipeline::Finish() {
+  {
+    const std::lock_guard lock(mutex_);
+    finish_ = true;
+  }
+  pushed_.notify_all();
+  if (thread_.joinable()) thread_.join();
+}
+
+void ShardPipeline::Push(Event event) {
+  {
+    const std::lock_guard lock(mutex_);
+    events_.push_back(std::move(event));
+  }
+  pushed_.notify_all();
+}
+
+void ShardPipeline::PushFinished(ActiveJobPtr job, FinishedSample sample, int64_t reserved_bytes) {
+  auto shared = std::make_shared<FinishedSample>(std::move(sample));
+  Push({job,
+        [this, job, shared, reserved_bytes] {
+          if (!job->stopped) Append(job, *shared);
+          *shared = {};
+          listener_.released(reserved_bytes);
+        },
+        {}});
+}
+
+void ShardPipeline::PushRejected(ActiveJobPtr job, int64_t index, Rejection rejection) {
+  Push({std::move(job), nullptr, {{index, std::move(rejection)}}});
+}
+
+std::future<absl::Status> ShardPipeline::Cancel(int64_t key) {
+  auto promise = std::make_shared<std::promise<absl::Status>>();
+  Push({nullptr, [this, key, promise] { promise->set_value(CancelNow(key)); }, {}});
+  return promise->get_future();
+}
+
+void ShardPipeline::Work() {
+  std::unique_lock lock(mutex_);
+  while (true) {
+    const auto awake = [&] { return finish_ || !events_.empty(); };
+    if (retries_.empty()) {
+      pushed_.wait(lock, awake);
+    } else {
+      const auto by_time = [](const auto& a, const auto& b) { return a.second < b.second; };
+      const auto due = std::min_element(retries_.begin(), retries_.end(), by_time)->second;
+      pushed_.wait_until(lock, due, awake);
+    }
+    std::deque<Event> events = std::exchange(events_, {});
+    if (events.empty() && finish_) break;
+    lock.unlock();
+    for (size_t i = 0; i < events.size(); ++i) {
+      if (events[i].run) {
+        events[i].run();
+        continue;
+      }
+      // A run of rejections is one transaction.
+      while (i + 1 < events.size() && !events[i + 1].run && events[i + 1].job == events[i].job) {
+        auto& next = events[i + 1].rejected;
+        next.insert(next.begin(), events[i].rejected.begin(), events[i].rejected.end());
+        ++i;
+      }
+      Reject(events[i].job, events[i].rejected);
+    }
+    events.clear();
+    RunDueRetries();
+    lock.lock();
+  }
+  lock.unlock();
+  while (!open_.empty()) {
+    const ActiveJobPtr job = open_.begin()->second.job;
+    if (const absl::Status status = Close(job); !status.ok()) Fault(job, status);
+  }
+}
+
+absl::StatusOr<ShardPipeline::OpenShard*> ShardPipeline::OpenShardOf(const ActiveJobPtr& job) {
+  if (const auto found = open_.find(job->key); found != open_.end()) return &found->second;
+  OpenShard shard;
+  shard.job = job;
+  STATETAP_ASSIGN_OR_RETURN(shard.seq, store_.NextShard(job->key));
+  STATETAP_ASSIGN_OR_RETURN(const std::filesystem::path path, folders_.PathFor(job->id, shard.seq));
+  STATETAP_ASSIGN_OR_RETURN(shard.writer, ShardWriter::Create(path, job->shard_config, {}));
+  return &open_.emplace(job->key, std::move(shard)).first->second;
+}
+
+void ShardPipeline::Append(const ActiveJobPtr& job, const FinishedSample& sample) {
+  const absl::StatusOr<OpenShard*> shard = OpenShardOf(job);
+  if (!shard.ok()) return Fault(job, shard.status());
+  const std::vector<std::span<const uint16_t>> states(sample.states.begin(), sample.states.end());
+  if (const absl::Status status = (*shard)->writer->Append(sample.record, states); !status.ok())
+    return Fault(job, status);
+  StoredSample facts = FactsOf(sample.record);
+  facts.position = static_cast<int64_t>((*shard)->samples.size());
+  facts.row = (*shard)->rows;
+  (*shard)->rows += facts.rows;
+  (*shard)->samples.push_back(std::move(facts));
+  if ((*shard)->writer->states_bytes() >= static_cast<int64_t>(job->plan.options.shard_bytes())) {
+    if (const absl::Status status = Close(job); !status.ok()) return Fault(job, status);
+  }
+  CloseIfNothingLeft(job);
+}
+
+void ShardPipeline::Reject(const ActiveJobPtr& job,
+                           std::span<const JobStore::RejectedSample> samples) {
+  if (job->stopped) return;
+  if (const absl::Status status = store_.Reject(job->key, samples); !status.ok())
+    return Fault(job, status);
+  CloseIfNothingLeft(job);
+}
+
+absl::Status ShardPipeline::Close(const ActiveJobPtr& job) {
+  const auto found = open_.find(job->key);
+  if (found == open_.end()) return absl::OkStatus();
+  const OpenShard shard = std::move(found->second);
+  open_.erase(found);
+  STATETAP_ASSIGN_OR_RETURN(const ShardSummary summary, shard.writer->Commit());
+  const absl::Status status =
+      store_.CommitShard(job->key,
+                         {shard.seq, folders_.ToStored(summary.path), summary.samples, summary.rows,
+                          summary.bytes, summary.digest},
+                         shard.samples);
+  if (status.ok()) {
+    LogInfo("{}: {} holds {} samples, {} rows, {} bytes", job->id, summary.path.string(),
+            summary.samples, summary.rows, summary.bytes);
+    return status;
+  }
+  // A shard that the store does not name would stand in the way of the next one.
+  std::error_code ignored;
+  std::filesystem::remove(summary.path, ignored);
+  return status;
+}
+
+// What is to do lies in the open shard: nothing else runs, so it is closed, which ends the job.
+void ShardPipeline::CloseIfNothingLeft(const ActiveJobPtr& job) {
+  absl::StatusOr<JobRecord> record = store_.GetJob(job->key);
+  if (!record.ok()) return Fault(job, record.status());
+  const auto found = open_.find(job->key);
+  const int64_t in_shard =
+      found == open_.end() ? 0 : static_cast<int64_t>(found->second.samples.size());
+  if (record->counts.to_do > in_shard) return;
+  if (const absl::Status status = Close(job); !status.ok()) return Fault(job, status);
+  job->stopped = true;
+  record = store_.GetJob(job->key);
+  if (record.ok()) {
+    LogInfo("{}: {}: {} stored, {} rejected, {} cancelled of {}", job->id, NameOf(record->state),
+            record->counts.stored, record->counts.rejected, record->counts.cancelled,
+            record->counts.submitted);
+  }
+  listener_.stopped(*job);
+}
+
+absl::Status ShardPipeline::CancelNow(int64_t key) {
+  retries_.erase(key);
+  const ActiveJobPtr job = listener_.current(key);
+  if (job != nullptr && !job->stopped) {
+    job->stopped = true;
+    // What was finished counts; a shard that cannot be closed is as if it had never been begun.
+    const absl::Status status = Close(job);
+    if (!status.ok()) LogError("{}: {}", job->id, MessageOf(status));
+    listener_.stopped(*job);
+  }
+  return store_.CancelRest(key);
+}
+
+void ShardPipeline::Fault(const ActiveJobPtr& job, const absl::Status& status) {
+  job->stopped = true;
+  open_.erase(job->key);
+  LogError("{}: cannot store samples: {}", job->id, MessageOf(status));
+  const absl::StatusOr<JobRecord> record = store_.GetJob(job->key);
+  const bool nothing_stored = record.ok() && record->counts.stored == 0;
+  absl::Status noted;
+  if (nothing_stored && IsPermanent(status)) {
+    noted = store_.RejectRest(
+        job->key, {"write",
+                   {},
+                   {},
+                   fmt::format("{}; make the folder writable, or start the server with another "
+                               "--shards, and submit again",
+                               MessageOf(status))});
+  } else {
+    noted = store_.MarkWaiting(
+        job->key,
+        fmt::format("{}; free space there or mend it: the job tries again every {:.3g} s and loses "
+                    "nothing that is stored",
+                    MessageOf(status),
+                    std::chrono::duration<double>(options_.retry_after).count()));
+    retries_[job->key] = std::chrono::steady_clock::now() + options_.retry_after;
+  }
+  if (!noted.ok()) LogError("{}: {}", job->id, MessageOf(noted));
+  listener_.stopped(*job);
+}
+
+void ShardPipeline::RunDueRetries() {
+  const auto now = std::chrono::steady_clock::now();
+  for (auto retry = retries_.begin(); retry != retries_.end();) {
+    if (retry->second > now) {
+      ++retry;
+      continue;
+    }
+    const int64_t key = retry->first;
+    retry = retries_.erase(retry);
+    listener_.retry(key);
+  }
+}
+
+}  // namespace statetap

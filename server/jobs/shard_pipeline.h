@@ -1,0 +1,91 @@
+// From finished samples to committed shards: one thread that appends samples to their job's open
+// shard, closes it when it is large enough or the job has nothing more to run, and then writes the
+// one store transaction that names its samples. Rejections, cancels and endings pass through the
+// same thread, so the order of a job's events is the order they were pushed in.
+//
+// A write that fails stops the attempt: its samples are to do again. A folder that cannot be
+// written fails a job that has stored nothing; otherwise the job waits and is tried again after a
+// while.
+#pragma once
+
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <future>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "server/jobs/active_job.h"
+#include "server/jobs/sample_assembler.h"
+#include "server/jobs/shard_folders.h"
+
+namespace statetap {
+
+class ShardPipeline {
+ public:
+  // Called on the pipeline's thread.
+  struct Listener {
+    std::function<void(int64_t bytes)> released;           // of the host buffer
+    std::function<void(const ActiveJob& job)> stopped;     // ended, failed or waits
+    std::function<void(int64_t job_key)> retry;            // a waiting job is due again
+    std::function<ActiveJobPtr(int64_t job_key)> current;  // the attempt that runs, or null
+  };
+  struct Options {
+    std::chrono::milliseconds retry_after{30000};
+  };
+  ShardPipeline(JobStore& store, const ShardFolders& folders, Listener listener, Options options);
+  ~ShardPipeline();
+
+  // `reserved_bytes` of the host buffer are released once the sample is in its shard or dropped.
+  void PushFinished(ActiveJobPtr job, FinishedSample sample, int64_t reserved_bytes);
+  void PushRejected(ActiveJobPtr job, int64_t index, Rejection rejection);
+  // Stops the attempt, commits what it finished, then cancels the rest. The result comes when all
+  // that was pushed before is done.
+  std::future<absl::Status> Cancel(int64_t key);
+  // Closes every open shard and ends the thread. Pushing afterwards is not allowed.
+  void Finish();
+
+ private:
+  struct OpenShard {
+    ActiveJobPtr job;
+    int64_t seq = 0;
+    std::unique_ptr<ShardWriter> writer;
+    std::vector<StoredSample> samples;
+    int64_t rows = 0;
+  };
+  struct Event {
+    ActiveJobPtr job;
+    std::function<void()> run;
+    std::vector<JobStore::RejectedSample> rejected;
+  };
+  void Push(Event event);
+  void Work();
+  void Append(const ActiveJobPtr& job, const FinishedSample& sample);
+  void Reject(const ActiveJobPtr& job, std::span<const JobStore::RejectedSample> samples);
+  absl::Status CancelNow(int64_t key);
+  absl::StatusOr<OpenShard*> OpenShardOf(const ActiveJobPtr& job);
+  absl::Status Close(const ActiveJobPtr& job);
+  void CloseIfNothingLeft(const ActiveJobPtr& job);
+  void Fault(const ActiveJobPtr& job, const absl::Status& status);
+  void RunDueRetries();
+
+  JobStore& store_;
+  const ShardFolders& folders_;
+  const Listener listener_;
+  const Options options_;
+  std::map<int64_t, OpenShard> open_;  // by job key
+  std::map<int64_t, std::chrono::steady_clock::time_point> retries_;
+  std::mutex mutex_;
+  std::condition_variable pushed_;
+  std::deque<Event> events_;
+  bool finish_ = false;
+  std::thread thread_;
+};
+
+}  // namespace statetap

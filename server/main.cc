@@ -1,0 +1,107 @@
+// statetapd: loads a checkpoint and serves it. The ready line is all that goes to stdout; logs go
+// to stderr. SIGTERM or SIGINT drains, a second one ends the process at once.
+#include <signal.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cstdio>
+#include <thread>
+
+#include "extractor/base/log.h"
+#include "extractor/checkpoint/checkpoint_index.h"
+#include "server/config.h"
+#include "server/server.h"
+
+namespace statetap {
+namespace {
+
+// Waits for signals on a thread of its own: the first is returned to Wait, the second ends the
+// process, even in the middle of loading.
+class SignalWaiter {
+ public:
+  // REQUIRES: no other thread runs yet; all that start later inherit the mask.
+  SignalWaiter() {
+    sigemptyset(&signals_);
+    sigaddset(&signals_, SIGTERM);
+    sigaddset(&signals_, SIGINT);
+    pthread_sigmask(SIG_BLOCK, &signals_, nullptr);
+    signal(SIGPIPE, SIG_IGN);
+    std::thread([this] { Watch(); }).detach();
+  }
+  void Wait() { serving_.wait(true); }
+  // Before: a signal ends the process at once, there is nothing to drain.
+  void StartServing() { started_ = true; }
+
+ private:
+  void Watch() {
+    int number = 0;
+    sigwait(&signals_, &number);
+    if (!started_) _exit(128 + number);
+    serving_ = false;
+    serving_.notify_all();
+    sigwait(&signals_, &number);
+    LogWarning("ended by a second signal");
+    _exit(128 + number);
+  }
+  sigset_t signals_;
+  std::atomic<bool> serving_{true}, started_{false};
+};
+
+absl::Status Serve(ServerConfig& config, SignalWaiter& signals) {
+  STATETAP_ASSIGN_OR_RETURN(const DataFolderLock lock, DataFolderLock::Acquire(config.data));
+  STATETAP_ASSIGN_OR_RETURN(const std::filesystem::path folder, FindModel(config.model));
+  STATETAP_ASSIGN_OR_RETURN(const CheckpointIndex checkpoint, CheckpointIndex::Open(folder));
+  LogInfo("loading {} ({:.2f} GB) from {}", checkpoint.name(),
+          static_cast<double>(checkpoint.total_bytes()) / 1e9, checkpoint.folder().string());
+  if (config.engine.max_seq_len > checkpoint.config().max_positions) {
+    LogWarning("--max-seq-len {} is above the model's {} positions", config.engine.max_seq_len,
+               checkpoint.config().max_positions);
+  }
+  double shown = -1;
+  config.engine.load_progress = [&](double rate, double fraction) {
+    if (fraction < shown + 0.1 && fraction < 1) return;
+    shown = fraction;
+    LogInfo("loading {}: {:.0f} % at {:.2f} GB/s", checkpoint.name(), 100 * fraction, rate);
+  };
+  STATETAP_ASSIGN_OR_RETURN(const std::unique_ptr<Engine> engine,
+                            Engine::Open(checkpoint, config.engine));
+  STATETAP_ASSIGN_OR_RETURN(ServedModel model,
+                            ServedModel::Of(checkpoint, engine->options(), engine->info()));
+  Server::Options options;
+  options.data = config.data;
+  options.shards = config.shards;
+  options.listen = config.listen;
+  options.http = config.http;
+  options.runner.host_buffer_bytes = static_cast<int64_t>(config.host_buffer_gib * 0x1p30);
+  STATETAP_ASSIGN_OR_RETURN(const std::unique_ptr<Server> server,
+                            Server::Start(options, std::move(model), *engine));
+  signals.StartServing();
+  fmt::print("statetapd ready grpc={} http={} model={} ranks={} backend={}\n",
+             server->grpc_address(),
+             server->http_address().empty() ? "off" : server->http_address(), checkpoint.name(),
+             engine->options().ranks, engine->options().backend);
+  std::fflush(stdout);
+  signals.Wait();
+  LogInfo("draining for at most {} s; a second signal ends at once", config.drain_seconds);
+  server->Drain(std::chrono::seconds(config.drain_seconds));
+  LogInfo("drained");
+  return absl::OkStatus();
+}
+
+int Main(int argc, char** argv) {
+  ParsedArguments arguments = ParseArguments(argc, argv);
+  if (!arguments.config) {
+    std::fputs(arguments.text.c_str(), arguments.exit_code == 0 ? stdout : stderr);
+    return arguments.exit_code;
+  }
+  SignalWaiter signals;
+  const absl::Status status = Serve(*arguments.config, signals);
+  if (status.ok()) return 0;
+  fmt::print(stderr, "statetapd: {}\n", MessageOf(status));
+  return 1;
+}
+
+}  // namespace
+}  // namespace statetap
+
+int main(int argc, char** argv) { return statetap::Main(argc, argv); }

@@ -1,0 +1,173 @@
+#include "server/rpc/convert.h"
+
+#include <cmath>
+#include <filesystem>
+
+#include "extractor/base/digest.h"
+
+namespace statetap {
+namespace {
+
+std::string DigestOf(std::span<const ShardRow> shards) {
+  if (shards.empty()) return "";
+  Xxh3 digest;
+  for (const ShardRow& shard : shards) digest.Update(std::as_bytes(std::span(shard.digest)));
+  return HexOf(digest.Digest());
+}
+
+// From what is stored: tokens a sample so far, times what is to do.
+double EtaSeconds(const JobRecord& job, double tokens_per_second) {
+  if (job.counts.stored == 0 || tokens_per_second <= 0 || HasEnded(job.state)) return 0;
+  return static_cast<double>(job.tokens) / static_cast<double>(job.counts.stored) *
+         static_cast<double>(job.counts.to_do) / tokens_per_second;
+}
+
+std::vector<double> StdOf(const BoundaryStatistics& statistics) {
+  std::vector<double> std;
+  for (const double m2 : statistics.m2)
+    std.push_back(std::sqrt(m2 / static_cast<double>(std::max<int64_t>(1, statistics.count))));
+  return std;
+}
+
+}  // namespace
+
+grpc::Status ToGrpc(const absl::Status& status) {
+  if (status.ok()) return grpc::Status::OK;
+  // Both number the codes as google.rpc.Code does.
+  return grpc::Status(static_cast<grpc::StatusCode>(status.raw_code()),
+                      std::string(MessageOf(status)));
+}
+
+v1::Job ToProto(const JobRecord& job, const JobRunner::Live& live, const ServedModel& model,
+                const ShardFolders& folders, std::span<const ShardRow> shards) {
+  v1::Job proto;
+  proto.set_id(job.id);
+  proto.set_name(job.name);
+  proto.set_state(static_cast<v1::JobState>(job.state));
+  v1::Counts& counts = *proto.mutable_counts();
+  counts.set_submitted(job.counts.submitted);
+  counts.set_stored(job.counts.stored);
+  counts.set_rejected(job.counts.rejected);
+  counts.set_cancelled(job.counts.cancelled);
+  counts.set_to_do(job.counts.to_do);
+  counts.set_running(std::min(live.running, job.counts.to_do));
+  counts.set_excluded(job.counts.excluded);
+  counts.set_evicted(job.counts.evicted);
+  proto.set_message(job.message);
+  v1::JobOptions& options = *proto.mutable_options();
+  options.ParseFromString(job.options);
+  options.set_name(job.name);
+  proto.set_tokens(job.tokens);
+  proto.set_generated_tokens(job.generated);
+  proto.set_bytes(job.bytes);
+  double rate = live.tokens_per_second;
+  if (HasEnded(job.state)) {
+    const int64_t ms = job.started_ms == 0 ? 0 : job.ended_ms - job.started_ms;
+    rate = ms > 0 ? 1000.0 * static_cast<double>(job.tokens) / static_cast<double>(ms) : 0;
+  }
+  proto.set_tokens_per_second(rate);
+  proto.set_eta_seconds(EtaSeconds(job, rate));
+  proto.set_created_unix_ms(job.created_ms);
+  proto.set_started_unix_ms(job.started_ms);
+  proto.set_ended_unix_ms(job.ended_ms);
+  proto.set_shards_path(folders.Folder(job.id).string());
+  std::vector<int> boundaries(options.taps().begin(), options.taps().end());
+  const int layers = model.config.num_layers;
+  if (!options.no_final() && (boundaries.empty() || boundaries.back() != layers))
+    boundaries.push_back(layers);
+  for (const int boundary : boundaries) {
+    proto.add_boundaries(boundary);
+    proto.add_layer_outputs(boundary - 1);
+  }
+  proto.set_digest(DigestOf(shards));
+  return proto;
+}
+
+v1::Sample ToProtoSample(const SampleListing& listing, std::string_view shard_name) {
+  const SampleRow& sample = listing.sample;
+  const StoredSample& stored = listing.stored;
+  v1::Sample proto;
+  proto.set_id(sample.id);
+  proto.set_source(sample.source);
+  proto.set_source_line(sample.source_line);
+  proto.set_split(sample.split);
+  proto.set_prompt_tokens(sample.prompt_tokens);
+  proto.set_tokens(static_cast<int32_t>(stored.rows));
+  proto.set_supervised_tokens(static_cast<int32_t>(stored.supervised));
+  proto.set_finish_reason(stored.finish);
+  proto.set_truncated(stored.truncated);
+  if (stored.mean_logprob) proto.set_mean_logprob(*stored.mean_logprob);
+  proto.set_meta_json(sample.meta_json);
+  proto.set_shard(std::string(shard_name));
+  proto.set_row(stored.row);
+  proto.set_index(sample.index);
+  return proto;
+}
+
+v1::Rejected ToProtoRejected(const SampleListing& listing) {
+  v1::Rejected proto;
+  proto.set_id(listing.sample.id);
+  proto.set_source_line(listing.sample.source_line);
+  proto.set_source(listing.sample.source);
+  if (!listing.sample.rejection) return proto;
+  const Rejection& rejection = *listing.sample.rejection;
+  proto.set_reason(rejection.reason);
+  if (rejection.layer) proto.set_layer(static_cast<int32_t>(*rejection.layer));
+  if (rejection.token) proto.set_token(static_cast<int32_t>(*rejection.token));
+  proto.set_message(rejection.message);
+  return proto;
+}
+
+v1::Shard ToProto(const ShardRow& shard, const ShardFolders& folders) {
+  const std::filesystem::path path = folders.FromStored(shard.path);
+  v1::Shard proto;
+  proto.set_name(path.filename().string());
+  proto.set_path(path.string());
+  proto.set_samples(shard.samples);
+  proto.set_rows(shard.rows);
+  proto.set_bytes(shard.bytes);
+  proto.set_digest(shard.digest);
+  return proto;
+}
+
+v1::Statistics ToProto(const ShardCache::Joined& joined, Channels channels) {
+  v1::Statistics proto;
+  proto.set_samples(joined.samples);
+  proto.set_rows(joined.rows);
+  for (size_t i = 0; i < joined.statistics.size(); ++i) {
+    const BoundaryStatistics& statistics = joined.statistics[i];
+    const BoundaryStatistics::Overall overall = statistics.Summary();
+    v1::BoundaryStatistics& out = *proto.add_boundaries();
+    out.set_boundary(joined.boundaries[i]);
+    out.set_layer_output(joined.boundaries[i] - 1);
+    out.set_count(statistics.count);
+    out.set_mean(overall.mean);
+    out.set_std(overall.std);
+    out.set_min(overall.min);
+    out.set_max(overall.max);
+    out.set_abs_max(overall.abs_max);
+    out.set_rms(overall.rms);
+    out.set_row_rms_p01(statistics.RmsQuantile(0.01));
+    out.set_row_rms_p50(statistics.RmsQuantile(0.50));
+    out.set_row_rms_p99(statistics.RmsQuantile(0.99));
+    out.set_zero_rows(statistics.zero_rows);
+    out.set_nonfinite(statistics.nonfinite);
+    out.mutable_row_rms_bins()->Assign(statistics.row_rms_histogram.begin(),
+                                       statistics.row_rms_histogram.end());
+    if (channels == Channels::kNo) continue;
+    const std::vector<double> std = StdOf(statistics);
+    out.mutable_channel_mean()->Assign(statistics.mean.begin(), statistics.mean.end());
+    out.mutable_channel_std()->Assign(std.begin(), std.end());
+    out.mutable_channel_min()->Assign(statistics.min.begin(), statistics.min.end());
+    out.mutable_channel_max()->Assign(statistics.max.begin(), statistics.max.end());
+  }
+  for (const StatisticsAlarm& alarm : FindAlarms(joined.boundaries, joined.statistics)) {
+    v1::Alarm& out = *proto.add_alarms();
+    out.set_kind(alarm.kind);
+    out.set_boundary(alarm.boundary);
+    out.set_message(alarm.message);
+  }
+  return proto;
+}
+
+}  // namespace statetap

@@ -1,0 +1,142 @@
+#include "server/rpc/features_service.h"
+
+#include <filesystem>
+
+#include "server/rpc/blocking_bidi.h"
+#include "server/rpc/convert.h"
+
+namespace statetap {
+namespace {
+
+using Bidi = BlockingBidi<v1::StreamFeaturesRequest, v1::StreamFeaturesResponse>;
+
+void Take(FeatureStream& stream, const v1::StreamFeaturesRequest& request) {
+  absl::Status status;
+  if (request.has_ack()) {
+    status = stream.Acknowledge(request.ack().delivery());
+  } else if (request.message_case() == v1::StreamFeaturesRequest::kCreditBytes) {
+    stream.AddCredit(request.credit_bytes());
+  } else if (request.has_start()) {
+    status = absl::InvalidArgumentError("start: only the first message may have it");
+  }
+  if (!status.ok()) stream.Stop(status);
+}
+
+v1::CheckResult CheckShard(ShardCache& shards, const ShardRow& shard, const ShardFolders& folders) {
+  v1::CheckResult result;
+  result.set_shard(folders.FromStored(shard.path).filename().string());
+  const auto check = [&]() -> absl::Status {
+    STATETAP_ASSIGN_OR_RETURN(const auto reader, shards.OpenAnew(shard));
+    if (reader->digest() != shard.digest) {
+      return absl::DataLossError(
+          fmt::format("its digest is {}, the store has {}", reader->digest(), shard.digest));
+    }
+    STATETAP_ASSIGN_OR_RETURN(const std::vector<int64_t> damaged, reader->Verify());
+    for (const int64_t index : damaged)
+      result.add_damaged(reader->samples()[static_cast<size_t>(index)].id);
+    if (damaged.empty()) return absl::OkStatus();
+    return absl::DataLossError(fmt::format("{} of {} samples do not match their checksums",
+                                           damaged.size(), reader->samples().size()));
+  };
+  const absl::Status status = check();
+  result.set_ok(status.ok());
+  result.set_message(std::string(MessageOf(status)));
+  return result;
+}
+
+}  // namespace
+
+void FeaturesService::Register(const std::shared_ptr<FeatureStream>& stream) {
+  const std::lock_guard lock(mutex_);
+  std::erase_if(streams_, [](const auto& known) { return known.expired(); });
+  streams_.push_back(stream);
+}
+
+void FeaturesService::StopStreams() {
+  const std::lock_guard lock(mutex_);
+  for (const auto& known : streams_) {
+    if (const auto stream = known.lock()) stream->Stop(Draining());
+  }
+}
+
+grpc::ServerBidiReactor<v1::StreamFeaturesRequest, v1::StreamFeaturesResponse>*
+FeaturesService::StreamFeatures(grpc::CallbackServerContext*) {
+  return Bidi::Start([this](Bidi& bidi) {
+    v1::StreamFeaturesRequest request;
+    if (!bidi.Read(&request) || !request.has_start())
+      return ToGrpc(absl::InvalidArgumentError("start: the first message must have it"));
+    auto opened =
+        FeatureStream::Open(context_.store, context_.shards, context_.groups, request.start());
+    if (!opened.ok()) return ToGrpc(opened.status());
+    const std::shared_ptr<FeatureStream> stream = *std::move(opened);
+    Register(stream);
+    if (context_.draining) return ToGrpc(Draining());
+    bidi.Listen({[stream](const v1::StreamFeaturesRequest& next) { Take(*stream, next); },
+                 [stream] { stream->Close(); },
+                 [stream] { stream->Stop(absl::CancelledError("the client has gone")); }});
+    return ToGrpc(stream->Run(
+        [&](const v1::StreamFeaturesResponse& response) { return bidi.Write(response); }));
+  });
+}
+
+grpc::Status FeaturesService::ListShards(grpc::ServerContext*, const v1::ListShardsRequest* request,
+                                         v1::ListShardsResponse* response) {
+  const absl::StatusOr<JobRecord> job = context_.store.GetJob(request->job());
+  if (!job.ok()) return ToGrpc(job.status());
+  const absl::StatusOr<std::vector<ShardRow>> shards = context_.store.Shards(job->key);
+  if (!shards.ok()) return ToGrpc(shards.status());
+  for (const ShardRow& shard : *shards) *response->add_shards() = ToProto(shard, context_.folders);
+  return grpc::Status::OK;
+}
+
+grpc::Status FeaturesService::GetStatistics(grpc::ServerContext*,
+                                            const v1::GetStatisticsRequest* request,
+                                            v1::Statistics* response) {
+  const absl::StatusOr<JobRecord> job = context_.store.GetJob(request->job());
+  if (!job.ok()) return ToGrpc(job.status());
+  const absl::StatusOr<ShardCache::Joined> joined = context_.shards.Statistics(*job);
+  if (!joined.ok()) return ToGrpc(joined.status());
+  *response = ToProto(*joined, request->channels() ? Channels::kYes : Channels::kNo);
+  return grpc::Status::OK;
+}
+
+grpc::Status FeaturesService::CheckShards(grpc::ServerContext* call,
+                                          const v1::ListShardsRequest* request,
+                                          v1::CheckShardsResponse* response) {
+  const absl::StatusOr<JobRecord> job = context_.store.GetJob(request->job());
+  if (!job.ok()) return ToGrpc(job.status());
+  const absl::StatusOr<std::vector<ShardRow>> shards = context_.store.Shards(job->key);
+  if (!shards.ok()) return ToGrpc(shards.status());
+  for (const ShardRow& shard : *shards) {
+    if (call->IsCancelled()) return grpc::Status::CANCELLED;
+    *response->add_results() = CheckShard(context_.shards, shard, context_.folders);
+  }
+  return grpc::Status::OK;
+}
+
+grpc::Status FeaturesService::GetSample(grpc::ServerContext*, const v1::GetSampleRequest* request,
+                                        grpc::ServerWriter<v1::StreamFeaturesResponse>* writer) {
+  const auto send = [&]() -> absl::Status {
+    STATETAP_ASSIGN_OR_RETURN(const JobRecord job, context_.store.GetJob(request->job()));
+    STATETAP_ASSIGN_OR_RETURN(const IndexedSample sample,
+                              context_.store.FindStored(job.key, request->id()));
+    STATETAP_ASSIGN_OR_RETURN(const auto reader, context_.shards.Open(job, sample.shard));
+    const std::vector<int> wanted(request->boundaries().begin(), request->boundaries().end());
+    STATETAP_ASSIGN_OR_RETURN(const std::vector<int> boundaries,
+                              SelectBoundaries(wanted, reader->config().boundaries));
+    v1::StreamFeaturesResponse header;
+    *header.mutable_header() = HeaderOf(job, reader->config(), boundaries);
+    header.mutable_header()->set_remaining(1);
+    writer->Write(header);
+    STATETAP_RETURN_IF_ERROR(SendSample(
+        *reader, sample, /*delivery=*/1, boundaries,
+        [&](const v1::StreamFeaturesResponse& response) { return writer->Write(response); }));
+    v1::StreamFeaturesResponse end;
+    end.mutable_end()->set_samples(1);
+    writer->Write(end);
+    return absl::OkStatus();
+  };
+  return ToGrpc(send());
+}
+
+}  // namespace statetap

@@ -1,0 +1,175 @@
+#include "server/rpc/jobs_service.h"
+
+#include <charconv>
+#include <chrono>
+#include <filesystem>
+#include <map>
+#include <thread>
+
+#include "extractor/base/log.h"
+#include "server/jobs/admission.h"
+#include "server/rpc/convert.h"
+
+namespace statetap {
+namespace {
+
+constexpr std::chrono::milliseconds kWatchInterval{100};
+
+struct Page {
+  int64_t after = -1, size = 1000;
+};
+
+absl::StatusOr<Page> PageOf(const v1::ListSamplesRequest& request) {
+  Page page;
+  if (request.page_size() < 0 || request.page_size() > 10000) {
+    return absl::InvalidArgumentError(
+        fmt::format("page_size: {} is not possible; give 1 to 10000", request.page_size()));
+  }
+  if (request.page_size() > 0) page.size = request.page_size();
+  const std::string& token = request.page_token();
+  if (token.empty()) return page;
+  const auto [end, error] = std::from_chars(token.data(), token.data() + token.size(), page.after);
+  if (error != std::errc() || end != token.data() + token.size()) {
+    return absl::InvalidArgumentError(fmt::format(
+        "page_token: \"{}\" is not of an earlier answer; give its next_page_token, or nothing",
+        token));
+  }
+  return page;
+}
+
+// Empty where this was the last page.
+std::string NextToken(const std::vector<SampleListing>& listings, const Page& page) {
+  if (static_cast<int64_t>(listings.size()) < page.size) return "";
+  return std::to_string(listings.back().sample.index);
+}
+
+template <typename T>
+grpc::Status Reply(absl::StatusOr<T> value, T* response) {
+  if (value.ok()) *response = *std::move(value);
+  return ToGrpc(value.status());
+}
+
+}  // namespace
+
+absl::StatusOr<v1::Job> JobsService::Describe(const JobRecord& job) const {
+  STATETAP_ASSIGN_OR_RETURN(const std::vector<ShardRow> shards, context_.store.Shards(job.key));
+  return ToProto(job, context_.runner.LiveOf(job.key), context_.model, context_.folders, shards);
+}
+
+absl::StatusOr<v1::Job> JobsService::Upload(grpc::ServerContext& call,
+                                            grpc::ServerReader<v1::CreateJobRequest>& reader) {
+  std::optional<Admission> admission;
+  v1::CreateJobRequest request;
+  while (reader.Read(&request)) {
+    if (context_.draining) return Draining();
+    if (!admission) {
+      STATETAP_ASSIGN_OR_RETURN(
+          Admission begun, Admission::Begin(context_.store, context_.model, request.options()));
+      admission.emplace(std::move(begun));
+    } else if (request.has_options()) {
+      return absl::InvalidArgumentError("options: only the first message may have them");
+    }
+    STATETAP_RETURN_IF_ERROR(admission->Add(request.samples()));
+  }
+  if (call.IsCancelled()) return absl::CancelledError("the upload broke off; nothing was kept");
+  if (!admission) return absl::InvalidArgumentError("options: no message came");
+  STATETAP_ASSIGN_OR_RETURN(const JobStore::Published published, admission->Finish());
+  if (!published.existed) STATETAP_RETURN_IF_ERROR(context_.runner.Submit(published.job));
+  LogInfo("{} \"{}\": {} samples{}{}", published.job.id, published.job.name,
+          published.job.counts.submitted, published.existed ? ", submitted before" : "",
+          admission->duplicates() == 0
+              ? ""
+              : fmt::format(", {} of them given twice and counted once", admission->duplicates()));
+  STATETAP_ASSIGN_OR_RETURN(v1::Job job, Describe(published.job));
+  job.set_duplicates(admission->duplicates());
+  job.set_existed(published.existed);
+  return job;
+}
+
+grpc::Status JobsService::CreateJob(grpc::ServerContext* call,
+                                    grpc::ServerReader<v1::CreateJobRequest>* reader,
+                                    v1::Job* response) {
+  return Reply(Upload(*call, *reader), response);
+}
+
+grpc::Status JobsService::GetJob(grpc::ServerContext*, const v1::GetJobRequest* request,
+                                 v1::Job* response) {
+  const absl::StatusOr<JobRecord> job = context_.store.GetJob(request->job());
+  return job.ok() ? Reply(Describe(*job), response) : ToGrpc(job.status());
+}
+
+grpc::Status JobsService::ListJobs(grpc::ServerContext*, const v1::ListJobsRequest*,
+                                   v1::ListJobsResponse* response) {
+  const absl::StatusOr<std::vector<JobRecord>> jobs = context_.store.ListJobs();
+  if (!jobs.ok()) return ToGrpc(jobs.status());
+  for (const JobRecord& job : *jobs) {
+    absl::StatusOr<v1::Job> proto = Describe(job);
+    if (!proto.ok()) return ToGrpc(proto.status());
+    *response->add_jobs() = *std::move(proto);
+  }
+  return grpc::Status::OK;
+}
+
+grpc::Status JobsService::WatchJob(grpc::ServerContext* call, const v1::GetJobRequest* request,
+                                   grpc::ServerWriter<v1::Job>* writer) {
+  absl::StatusOr<JobRecord> job = context_.store.GetJob(request->job());
+  std::string last;
+  while (job.ok() && !call->IsCancelled()) {
+    const absl::StatusOr<v1::Job> proto = Describe(*job);
+    if (!proto.ok()) return ToGrpc(proto.status());
+    std::string now = proto->SerializeAsString();
+    if (now != last && !writer->Write(*proto)) return grpc::Status::CANCELLED;
+    if (HasEnded(job->state)) return grpc::Status::OK;
+    if (context_.draining) return ToGrpc(Draining());
+    last = std::move(now);
+    std::this_thread::sleep_for(kWatchInterval);
+    job = context_.store.GetJob(job->key);
+  }
+  return job.ok() ? grpc::Status::CANCELLED : ToGrpc(job.status());
+}
+
+grpc::Status JobsService::CancelJob(grpc::ServerContext* call, const v1::GetJobRequest* request,
+                                    v1::Job* response) {
+  const absl::StatusOr<JobRecord> job = context_.store.GetJob(request->job());
+  if (!job.ok()) return ToGrpc(job.status());
+  if (const absl::Status status = context_.runner.Cancel(*job); !status.ok()) return ToGrpc(status);
+  v1::GetJobRequest by_id;
+  by_id.set_job(job->id);
+  return GetJob(call, &by_id, response);
+}
+
+grpc::Status JobsService::ListSamples(grpc::ServerContext*, const v1::ListSamplesRequest* request,
+                                      v1::ListSamplesResponse* response) {
+  const auto list = [&]() -> absl::Status {
+    STATETAP_ASSIGN_OR_RETURN(const JobRecord job, context_.store.GetJob(request->job()));
+    STATETAP_ASSIGN_OR_RETURN(const Page page, PageOf(*request));
+    STATETAP_ASSIGN_OR_RETURN(const auto listings,
+                              context_.store.Stored(job.key, page.after, page.size));
+    STATETAP_ASSIGN_OR_RETURN(const auto shards, context_.store.Shards(job.key));
+    std::map<int64_t, std::string> names;
+    for (const ShardRow& shard : shards)
+      names[shard.seq] = std::filesystem::path(shard.path).filename().string();
+    for (const SampleListing& listing : listings)
+      *response->add_samples() = ToProtoSample(listing, names[listing.shard]);
+    response->set_next_page_token(NextToken(listings, page));
+    return absl::OkStatus();
+  };
+  return ToGrpc(list());
+}
+
+grpc::Status JobsService::ListRejected(grpc::ServerContext*, const v1::ListSamplesRequest* request,
+                                       v1::ListRejectedResponse* response) {
+  const auto list = [&]() -> absl::Status {
+    STATETAP_ASSIGN_OR_RETURN(const JobRecord job, context_.store.GetJob(request->job()));
+    STATETAP_ASSIGN_OR_RETURN(const Page page, PageOf(*request));
+    STATETAP_ASSIGN_OR_RETURN(const auto listings,
+                              context_.store.Rejected(job.key, page.after, page.size));
+    for (const SampleListing& listing : listings)
+      *response->add_rejected() = ToProtoRejected(listing);
+    response->set_next_page_token(NextToken(listings, page));
+    return absl::OkStatus();
+  };
+  return ToGrpc(list());
+}
+
+}  // namespace statetap

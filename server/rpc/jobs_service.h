@@ -1,0 +1,36 @@
+// statetap.v1.Jobs: decode, call, encode.
+#pragma once
+
+#include "server/rpc/service_context.h"
+#include "statetap/v1/jobs.grpc.pb.h"
+
+namespace statetap {
+
+class JobsService final : public v1::Jobs::Service {
+ public:
+  explicit JobsService(const ServiceContext& context) : context_(context) {}
+
+  grpc::Status CreateJob(grpc::ServerContext* call,
+                         grpc::ServerReader<v1::CreateJobRequest>* reader,
+                         v1::Job* response) override;
+  grpc::Status GetJob(grpc::ServerContext* call, const v1::GetJobRequest* request,
+                      v1::Job* response) override;
+  grpc::Status ListJobs(grpc::ServerContext* call, const v1::ListJobsRequest* request,
+                        v1::ListJobsResponse* response) override;
+  grpc::Status WatchJob(grpc::ServerContext* call, const v1::GetJobRequest* request,
+                        grpc::ServerWriter<v1::Job>* writer) override;
+  grpc::Status CancelJob(grpc::ServerContext* call, const v1::GetJobRequest* request,
+                         v1::Job* response) override;
+  grpc::Status ListSamples(grpc::ServerContext* call, const v1::ListSamplesRequest* request,
+                           v1::ListSamplesResponse* response) override;
+  grpc::Status ListRejected(grpc::ServerContext* call, const v1::ListSamplesRequest* request,
+                            v1::ListRejectedResponse* response) override;
+
+ private:
+  absl::StatusOr<v1::Job> Upload(grpc::ServerContext& call,
+                                 grpc::ServerReader<v1::CreateJobRequest>& reader);
+  absl::StatusOr<v1::Job> Describe(const JobRecord& job) const;
+  const ServiceContext context_;
+};
+
+}  // namespace statetap

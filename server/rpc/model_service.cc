@@ -1,0 +1,143 @@
+#include "server/rpc/model_service.h"
+
+#include <chrono>
+
+#include "extractor/base/digest.h"
+#include "server/jobs/admission.h"
+#include "server/rpc/convert.h"
+
+namespace statetap {
+namespace {
+
+void AddMemory(v1::ModelDescription& description, std::string_view what, int64_t bytes) {
+  if (bytes == 0) return;
+  v1::Memory& memory = *description.add_memory();
+  memory.set_what(std::string(what));
+  memory.set_bytes(bytes);
+}
+
+v1::Rendered RenderOne(const v1::RenderRequest& request, const v1::JobOptions& options,
+                       const ServedModel& model) {
+  v1::Rendered out;
+  const v1::SampleInput& sample = request.sample();
+  const bool generate = options.mode() == v1::JOB_MODE_UNSPECIFIED
+                            ? DefaultsToGenerate(sample)
+                            : options.mode() == v1::JOB_MODE_GENERATE;
+  out.set_id(sample.id().empty() ? ContentDigest(sample) : sample.id());
+  const absl::StatusOr<TextPlan> plan = PlanText(options, generate, model);
+  if (!plan.ok()) {
+    out.set_error(std::string(MessageOf(plan.status())));
+    return out;
+  }
+  const RenderedSample rendered = RenderSample(sample, *plan, model, WithText::kYes);
+  if (rendered.rejection) {
+    out.set_error(rendered.rejection->message);
+    return out;
+  }
+  out.set_text(rendered.text);
+  out.mutable_input_ids()->Assign(rendered.ids.begin(), rendered.ids.end());
+  out.set_loss_mask(rendered.mask.data(), rendered.mask.size());
+  return out;
+}
+
+}  // namespace
+
+grpc::Status ModelService::DescribeModel(grpc::ServerContext*, const v1::DescribeModelRequest*,
+                                         v1::ModelDescription* response) {
+  const ServedModel& model = context_.model;
+  const EngineOptions& options = context_.engine.options();
+  const EngineInfo& info = context_.engine.info();
+  response->set_name(model.name);
+  response->set_path(model.path);
+  response->set_architecture(model.config.architecture);
+  response->set_layers(model.config.num_layers);
+  response->set_hidden(model.config.hidden);
+  response->set_vocab(model.config.vocab);
+  response->set_experts(model.config.num_experts);
+  response->set_top_k(model.config.top_k);
+  response->set_quantization(std::string(model.quantization()));
+  for (const int tap : model.DefaultTaps()) {
+    response->add_taps(tap);
+    response->add_tap_layer_outputs(tap - 1);
+  }
+  response->set_weight_digest(model.digest);
+  response->set_tokenizer_digest(model.tokenizer->digest());
+  response->set_template_(std::string(NameOf(model.template_kind)));
+  response->set_template_digest(TemplateDigest(model.template_kind));
+  response->set_backend(options.backend);
+  response->set_ranks(options.ranks);
+  response->set_kernels(options.backend == "cpu" ? "reference" : "auto");
+  response->set_expert_layout(options.experts == EngineOptions::Experts::kExpert ? "expert"
+                                                                                 : "tensor");
+  response->set_inner_eps(model.inner_eps);
+  response->set_max_seq_len(model.max_seq_len);
+  response->set_max_batch_tokens(options.max_batch_tokens);
+  AddMemory(*response, "weights", info.weight_bytes);
+  AddMemory(*response, "KV cache", info.kv_bytes);
+  AddMemory(*response, "workspace", info.workspace_bytes);
+  response->set_version(std::string(kProducer.substr(kProducer.find(' ') + 1)));
+  response->set_parameters(model.parameters);
+  return grpc::Status::OK;
+}
+
+grpc::Status ModelService::Render(
+    grpc::ServerContext*, grpc::ServerReaderWriter<v1::Rendered, v1::RenderRequest>* stream) {
+  v1::JobOptions options;
+  v1::RenderRequest request;
+  while (stream->Read(&request)) {
+    if (context_.draining) return ToGrpc(Draining());
+    if (request.has_options()) {
+      options = request.options();
+      const absl::StatusOr<TextPlan> plan = PlanText(options, /*generate=*/true, context_.model);
+      if (!plan.ok()) return ToGrpc(plan.status());
+    }
+    if (!request.has_sample()) continue;
+    if (!stream->Write(RenderOne(request, options, context_.model))) break;
+  }
+  return grpc::Status::OK;
+}
+
+absl::StatusOr<SampleTask> ModelService::AnswerTask(const v1::GenerateRequest& request) const {
+  STATETAP_ASSIGN_OR_RETURN(const JobPlan plan, PlanJob(request.options(), /*generate=*/true,
+                                                        context_.model, Capture::kNo));
+  const SampleRow sample = AdmitSample(request.sample(), plan, context_.model);
+  if (sample.rejection) {
+    return absl::InvalidArgumentError(
+        fmt::format("sample: {}: {}", sample.rejection->reason, sample.rejection->message));
+  }
+  const std::string id = sample.id.empty() ? sample.digest : sample.id;
+  return TaskOf(plan, sample, id, context_.model);
+}
+
+grpc::Status ModelService::Generate(grpc::ServerContext* call, const v1::GenerateRequest* request,
+                                    grpc::ServerWriter<v1::GenerateResponse>* writer) {
+  const auto begun = std::chrono::steady_clock::now();
+  absl::StatusOr<SampleTask> task = AnswerTask(*request);
+  if (!task.ok()) return ToGrpc(task.status());
+  const auto prompt_tokens = static_cast<int32_t>(task->input_ids.size());
+  const absl::StatusOr<std::shared_ptr<Answer>> answer = context_.runner.Ask(*std::move(task));
+  if (!answer.ok()) return ToGrpc(answer.status());
+  StreamDecoder decoder(*context_.model.tokenizer);
+  int32_t tokens = 0;
+  while (const std::optional<Answer::Token> token = (*answer)->Next()) {
+    v1::GenerateResponse response;
+    response.set_token(token->id);
+    // What ends the answer is no text of it.
+    if (!context_.model.IsStop(token->id)) response.set_text(decoder.Add(token->id));
+    response.set_logprob(token->score.logprob);
+    ++tokens;
+    if (call->IsCancelled() || !writer->Write(response)) (*answer)->Abandon();
+  }
+  if (const absl::Status status = (*answer)->status(); !status.ok()) return ToGrpc(status);
+  v1::GenerateResponse last;
+  last.set_text(decoder.Finish());
+  last.set_token(-1);
+  last.set_finish_reason((*answer)->reason() == FinishReason::kStop ? "stop" : "length");
+  last.set_prompt_tokens(prompt_tokens);
+  last.set_tokens(tokens);
+  last.set_seconds(std::chrono::duration<double>(std::chrono::steady_clock::now() - begun).count());
+  writer->Write(last);
+  return grpc::Status::OK;
+}
+
+}  // namespace statetap

@@ -1,0 +1,150 @@
+#include "server/server.h"
+
+#include <grpcpp/ext/proto_server_reflection_plugin.h>
+#include <grpcpp/grpcpp.h>
+#include <grpcpp/health_check_service_interface.h>
+
+#include <utility>
+
+#include "extractor/base/log.h"
+#include "server/rpc/features_service.h"
+#include "server/rpc/jobs_service.h"
+#include "server/rpc/model_service.h"
+#include "server/web/http_server.h"
+#include "server/web/metrics.h"
+
+namespace statetap {
+namespace {
+
+constexpr int kMaxReceiveBytes = 64 << 20;
+// Calls that have not ended by then are cut.
+constexpr std::chrono::seconds kCallsEnd{2};
+
+void Configure(grpc::ServerBuilder& builder) {
+  builder.SetMaxReceiveMessageSize(kMaxReceiveBytes);
+  builder.SetMaxSendMessageSize(-1);
+  // A second server on the port must fail, not share it.
+  builder.AddChannelArgument(GRPC_ARG_ALLOW_REUSEPORT, 0);
+  // Clients may ping as often as every second, calls or none, and are never cut for it.
+  builder.AddChannelArgument(GRPC_ARG_HTTP2_MIN_RECV_PING_INTERVAL_WITHOUT_DATA_MS, 1000);
+  builder.AddChannelArgument(GRPC_ARG_KEEPALIVE_PERMIT_WITHOUT_CALLS, 1);
+  builder.AddChannelArgument(GRPC_ARG_HTTP2_MAX_PING_STRIKES, 0);
+  // A client whose machine vanished is noticed within a minute.
+  builder.AddChannelArgument(GRPC_ARG_KEEPALIVE_TIME_MS, 40000);
+  builder.AddChannelArgument(GRPC_ARG_KEEPALIVE_TIMEOUT_MS, 20000);
+  builder.AddChannelArgument(GRPC_ARG_HTTP2_MAX_PINGS_WITHOUT_DATA, 0);
+}
+
+}  // namespace
+
+struct Server::Impl {
+  Impl(const Options& options, ServedModel served, Engine& served_by,
+       std::unique_ptr<JobStore> jobs)
+      : model(std::move(served)),
+        engine(served_by),
+        folders(options.data, options.shards),
+        store(std::move(jobs)),
+        shards(*store, folders) {}
+
+  absl::Status Listen(const Options& options);
+  absl::Status ServeHttp(const Options& options);
+
+  const ServedModel model;
+  Engine& engine;
+  const ShardFolders folders;
+  const std::unique_ptr<JobStore> store;
+  ShardCache shards;
+  ConsumerGroups groups;
+  std::atomic<bool> draining{false};
+  std::unique_ptr<JobRunner> runner;
+  std::unique_ptr<JobsService> jobs_service;
+  std::unique_ptr<FeaturesService> features_service;
+  std::unique_ptr<ModelService> model_service;
+  std::unique_ptr<grpc::Server> grpc_server;
+  std::unique_ptr<HttpServer> http_server;
+  std::string grpc_address, http_address;
+};
+
+absl::Status Server::Impl::Listen(const Options& options) {
+  const ServiceContext context{*store, model, engine, *runner, folders, shards, groups, draining};
+  jobs_service = std::make_unique<JobsService>(context);
+  features_service = std::make_unique<FeaturesService>(context);
+  model_service = std::make_unique<ModelService>(context);
+  STATETAP_ASSIGN_OR_RETURN(const HostPort where, ParseHostPort(options.listen));
+  grpc::EnableDefaultHealthCheckService(true);
+  grpc::reflection::InitProtoReflectionServerBuilderPlugin();
+  grpc::ServerBuilder builder;
+  Configure(builder);
+  int port = 0;
+  builder.AddListeningPort(options.listen, grpc::InsecureServerCredentials(), &port);
+  builder.RegisterService(jobs_service.get());
+  builder.RegisterService(features_service.get());
+  builder.RegisterService(model_service.get());
+  grpc_server = builder.BuildAndStart();
+  if (grpc_server == nullptr || port == 0) {
+    return absl::AlreadyExistsError(
+        fmt::format("cannot listen on {}: the port is taken or the address is not of this machine; "
+                    "give another "
+                    "--listen",
+                    options.listen));
+  }
+  grpc_address = options.listen.substr(0, options.listen.rfind(':') + 1) + std::to_string(port);
+  if (auto* health = grpc_server->GetHealthCheckService()) {
+    for (const char* service : {"statetap.v1.Jobs", "statetap.v1.Features", "statetap.v1.Model"})
+      health->SetServingStatus(service, true);
+  }
+  return absl::OkStatus();
+}
+
+absl::Status Server::Impl::ServeHttp(const Options& options) {
+  if (options.http.empty()) return absl::OkStatus();
+  HttpServer::Pages pages;
+  pages.health = [this] {
+    if (draining) return std::string("the server is shutting down");
+    return std::string(MessageOf(runner->engine_status()));
+  };
+  pages.metrics = [this] { return MetricsText(*store, *runner); };
+  STATETAP_ASSIGN_OR_RETURN(http_server, HttpServer::Start(options.http, std::move(pages)));
+  http_address = http_server->address();
+  return absl::OkStatus();
+}
+
+absl::StatusOr<std::unique_ptr<Server>> Server::Start(const Options& options, ServedModel model,
+                                                      Engine& engine) {
+  STATETAP_ASSIGN_OR_RETURN(
+      std::unique_ptr<JobStore> store,
+      JobStore::Open(options.data / "statetap.db", {.verify_counts = options.verify_counts}));
+  auto impl = std::make_unique<Impl>(options, std::move(model), engine, std::move(store));
+  STATETAP_ASSIGN_OR_RETURN(impl->runner, JobRunner::Start(*impl->store, impl->model, engine,
+                                                           impl->folders, options.runner));
+  std::unique_ptr<Server> server(new Server(std::move(impl)));
+  STATETAP_RETURN_IF_ERROR(server->impl_->Listen(options));
+  STATETAP_RETURN_IF_ERROR(server->impl_->ServeHttp(options));
+  return server;
+}
+
+Server::Server(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
+
+Server::~Server() { Drain(std::chrono::milliseconds(0)); }
+
+const std::string& Server::grpc_address() const { return impl_->grpc_address; }
+const std::string& Server::http_address() const { return impl_->http_address; }
+JobRunner& Server::runner() { return *impl_->runner; }
+
+void Server::Drain(std::chrono::milliseconds limit) {
+  const auto deadline = std::chrono::steady_clock::now() + limit;
+  impl_->draining = true;
+  if (impl_->grpc_server != nullptr) {
+    if (auto* health = impl_->grpc_server->GetHealthCheckService()) health->SetServingStatus(false);
+  }
+  impl_->runner->Drain(deadline);
+  if (impl_->features_service != nullptr) impl_->features_service->StopStreams();
+  if (impl_->grpc_server != nullptr) {
+    impl_->grpc_server->Shutdown(std::chrono::system_clock::now() + kCallsEnd);
+    impl_->grpc_server->Wait();
+    impl_->grpc_server.reset();
+  }
+  impl_->http_server.reset();
+}
+
+}  // namespace statetap

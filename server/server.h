@@ -1,0 +1,59 @@
+// The server: store, runner and services behind a gRPC port, and the HTTP side. Main makes one;
+// tests make them in process, on port 0.
+#pragma once
+
+#include <chrono>
+#include <filesystem>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "extractor/engine/engine.h"
+#include "server/jobs/job_runner.h"
+
+namespace statetap {
+
+// Holds the data folder for one server: a lock that the kernel drops with the process.
+class DataFolderLock {
+ public:
+  // Makes the folder where it is missing. FAILED_PRECONDITION names the process that holds it.
+  static absl::StatusOr<DataFolderLock> Acquire(const std::filesystem::path& data);
+  DataFolderLock(DataFolderLock&& other) noexcept;
+  DataFolderLock& operator=(DataFolderLock&&) = delete;
+  ~DataFolderLock();
+
+ private:
+  explicit DataFolderLock(int descriptor) : descriptor_(descriptor) {}
+  int descriptor_;
+};
+
+class Server {
+ public:
+  struct Options {
+    std::filesystem::path data;                 // locked by the caller
+    std::vector<std::filesystem::path> shards;  // empty: <data>/shards
+    std::string listen = "127.0.0.1:0";
+    std::string http;  // empty: off
+    JobRunner::Options runner;
+    bool verify_counts = false;  // JobStore::Options
+  };
+  // Serves when it returns. ALREADY_EXISTS where a port is taken. `engine` outlives the server.
+  static absl::StatusOr<std::unique_ptr<Server>> Start(const Options& options, ServedModel model,
+                                                       Engine& engine);
+  ~Server();
+
+  const std::string& grpc_address() const;
+  const std::string& http_address() const;  // empty: off
+  JobRunner& runner();
+
+  // Refuses new calls, lets running samples finish until `limit` has passed, closes shards, ends
+  // streams and calls. Idempotent.
+  void Drain(std::chrono::milliseconds limit);
+
+ private:
+  struct Impl;
+  explicit Server(std::unique_ptr<Impl> impl);
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace statetap

@@ -1,0 +1,210 @@
+// The only truth about jobs, samples, shards and acknowledgements: one SQLite file, one transaction
+// a method, durable when a method returns.
+//
+// After every transaction submitted = stored + rejected + cancelled + to_do, and a job that has
+// nothing to do has ended: SUCCEEDED where something was stored, CANCELLED where something was
+// cancelled, else FAILED with the reasons. Thread safe. Errors: NOT_FOUND names the job,
+// RESOURCE_EXHAUSTED or INTERNAL the file.
+#pragma once
+
+#include <cstdint>
+#include <filesystem>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "server/store/sqlite.h"
+
+namespace statetap {
+
+// Values as in statetap.v1.JobState.
+enum class JobState {
+  kCreating = 0,
+  kQueued = 1,
+  kRunning = 2,
+  kWaiting = 3,
+  kSucceeded = 4,
+  kFailed = 5,
+  kCancelled = 6,
+  kPaused = 7
+};
+constexpr bool HasEnded(JobState state) {
+  return state == JobState::kSucceeded || state == JobState::kFailed ||
+         state == JobState::kCancelled;
+}
+std::string_view NameOf(JobState state);  // "queued", …
+
+struct JobCounts {
+  int64_t submitted = 0, stored = 0, rejected = 0, cancelled = 0, to_do = 0;
+  int64_t excluded = 0, evicted = 0;  // marks on stored samples
+};
+
+// What a job's content depends on besides its options: a server with another one must not go on
+// with it.
+struct ContentConfig {
+  std::string weight_digest, tokenizer_digest, template_digest;
+  std::string dtype = "bf16";
+  double inner_eps = 0;
+};
+
+struct JobRecord {
+  int64_t key = 0;  // the store's own
+  std::string id, name, message;
+  JobState state = JobState::kCreating;
+  std::string options;  // serialized statetap.v1.JobOptions
+  std::string digest;
+  int64_t created_ms = 0, started_ms = 0, ended_ms = 0;
+  ContentConfig content;
+  JobCounts counts;
+  int64_t tokens = 0, generated = 0, bytes = 0;
+};
+
+struct Rejection {
+  std::string reason;  // as in statetap.v1.Rejected
+  std::optional<int64_t> layer, token;
+  std::string message;
+};
+
+// A sample as submitted: to do, or rejected already.
+struct SampleRow {
+  int64_t index = 0;
+  std::string id, digest, source, meta_json, split = "train";
+  int64_t source_line = 0;
+  std::vector<int32_t> ids;
+  std::vector<uint8_t> mask;  // prefill: one a token
+  int32_t prompt_tokens = 0;
+  bool truncated = false;
+  int32_t max_new_tokens = 0;                // 0: the job's
+  std::optional<double> temperature, top_p;  // none: the job's
+  std::optional<Rejection> rejection;
+};
+
+// Where a sample lies and what became of it.
+struct StoredSample {
+  int64_t index = 0;
+  int64_t position = 0;  // among the shard's samples
+  int64_t row = 0, rows = 0;
+  std::string finish;
+  bool truncated = false;
+  std::optional<double> mean_logprob;
+  int64_t supervised = 0, generated = 0;
+};
+
+struct ShardRow {
+  int64_t seq = 0;   // CommitShard's caller chooses it: NextShard
+  std::string path;  // relative to the data folder, or absolute
+  int64_t samples = 0, rows = 0, bytes = 0;
+  std::string digest;
+};
+
+struct SampleListing {  // of `samples` and `rejected`
+  SampleRow sample;     // without ids and mask
+  StoredSample stored;
+  int64_t shard = 0;
+};
+
+// A stored sample that a stream sends.
+struct IndexedSample {
+  int64_t index = 0, shard = 0, position = 0, row = 0, rows = 0;
+};
+
+class JobStore {
+ public:
+  struct Options {
+    // Recounts the samples in every transaction and refuses one that breaks the equation. Tests.
+    bool verify_counts = false;
+  };
+  // Creates the file where it is missing; jobs whose upload never ended are removed.
+  // FAILED_PRECONDITION for a file of a newer version.
+  static absl::StatusOr<std::unique_ptr<JobStore>> Open(const std::filesystem::path& file,
+                                                        const Options& options);
+
+  // --- An upload: Create, Add…, then Publish or Abandon. Invisible until published.
+  absl::StatusOr<int64_t> CreateJob(const ContentConfig& content);
+  struct Added {
+    int64_t added = 0;
+    int64_t duplicates = 0;  // same id and same content: the same sample, counted once
+  };
+  // Indices are given in order. INVALID_ARGUMENT for an id that is there with other content.
+  absl::StatusOr<Added> AddSamples(int64_t key, std::span<const SampleRow> samples);
+  struct Published {
+    JobRecord job;
+    bool existed = false;  // a job of this name, options and content was there; the new one is gone
+  };
+  // `difference(options)` says what differs where only the options do. An empty name becomes the
+  // digest. ALREADY_EXISTS where a job of this name has other content or options: says what
+  // differs.
+  absl::StatusOr<Published> PublishJob(
+      int64_t key, std::string_view name, std::string_view options,
+      const std::function<std::string(std::string_view options)>& difference);
+  absl::Status AbandonJob(int64_t key);
+
+  // --- Work.
+  // Of a queued job; nothing happens to others (one that came to wait a moment ago goes on
+  // waiting).
+  absl::Status MarkRunning(int64_t key);
+  // The job cannot go on: `message` says why and what would help. Nothing happens to a job that has
+  // ended, here and in the following.
+  absl::Status MarkWaiting(int64_t key, std::string_view message);
+  // From WAITING or RUNNING back to QUEUED.
+  absl::Status MarkQueued(int64_t key);
+  struct RejectedSample {
+    int64_t index;
+    Rejection rejection;
+  };
+  // Samples that are not to do any more are left alone.
+  absl::Status Reject(int64_t key, std::span<const RejectedSample> samples);
+  // Every sample that is still to do.
+  absl::Status RejectRest(int64_t key, const Rejection& rejection);
+  absl::Status CancelRest(int64_t key);
+  absl::StatusOr<int64_t> NextShard(int64_t key);
+  // All of the samples or none. FAILED_PRECONDITION where one of them is not to do.
+  absl::Status CommitShard(int64_t key, const ShardRow& shard,
+                           std::span<const StoredSample> samples);
+  absl::Status Acknowledge(int64_t key, std::string_view group, std::span<const int64_t> indices);
+
+  // --- Reading.
+  absl::StatusOr<JobRecord> GetJob(std::string_view id_or_name) const;
+  absl::StatusOr<JobRecord> GetJob(int64_t key) const;
+  absl::StatusOr<std::vector<JobRecord>> ListJobs() const;  // newest first
+  // To do with index > `after`, in order.
+  absl::StatusOr<std::vector<SampleRow>> ToDo(int64_t key, int64_t after, int64_t limit) const;
+  absl::StatusOr<std::vector<SampleListing>> Stored(int64_t key, int64_t after,
+                                                    int64_t limit) const;
+  absl::StatusOr<std::vector<SampleListing>> Rejected(int64_t key, int64_t after,
+                                                      int64_t limit) const;
+  absl::StatusOr<std::vector<ShardRow>> Shards(int64_t key) const;  // in the order written
+  // Stored samples behind (shard, row) in stored order that `group` has not acknowledged.
+  absl::StatusOr<std::vector<IndexedSample>> Unacknowledged(int64_t key, std::string_view group,
+                                                            int64_t shard, int64_t row,
+                                                            int64_t limit) const;
+  absl::StatusOr<int64_t> CountUnacknowledged(int64_t key, std::string_view group) const;
+  absl::StatusOr<IndexedSample> FindStored(int64_t key, std::string_view id) const;
+  // By index: the digest of a sample that is still to do, or nothing.
+  absl::StatusOr<std::optional<std::string>> ToDoDigest(int64_t key, int64_t index) const;
+
+ private:
+  JobStore(SqlConnection write, SqlConnection read, const Options& options);
+  absl::Status Settle(int64_t key);
+  absl::Status VerifyCounts(int64_t key);
+  absl::StatusOr<std::string> FirstDifference(int64_t key, int64_t other);
+  absl::StatusOr<std::string> ContentDigest(int64_t key, std::string_view options);
+  absl::Status DeleteRows(int64_t key);
+  template <typename Body>
+  absl::Status Transact(int64_t key, const Body& body);
+
+  const Options options_;
+  mutable std::mutex write_mutex_;
+  mutable SqlConnection write_;
+  mutable std::mutex read_mutex_;
+  mutable SqlConnection read_;
+};
+
+int64_t NowUnixMs();
+
+}  // namespace statetap

@@ -1,0 +1,245 @@
+// The store's queries. They run on a connection of their own: a commit in progress delays none.
+#include <cstring>
+
+#include "extractor/base/digest.h"
+#include "server/store/job_store.h"
+
+namespace statetap {
+namespace {
+
+constexpr std::string_view kJobColumns =
+    "key, id, COALESCE(name, ''), message, state, options, digest, created, started, ended, "
+    "weight_digest, tokenizer_digest, template_digest, dtype, inner_eps, submitted, stored, "
+    "rejected, cancelled, to_do, excluded, evicted, tokens, generated, bytes";
+
+JobRecord ReadJob(const SqlRow& row) {
+  JobRecord job;
+  job.key = row.Int(0);
+  job.id = row.Text(1);
+  job.name = row.Text(2);
+  job.message = row.Text(3);
+  job.state = static_cast<JobState>(row.Int(4));
+  job.options = row.Text(5);
+  job.digest = row.Text(6);
+  job.created_ms = row.Int(7);
+  job.started_ms = row.Int(8);
+  job.ended_ms = row.Int(9);
+  job.content = {row.Text(10), row.Text(11), row.Text(12), row.Text(13), row.Real(14)};
+  job.counts = {row.Int(15), row.Int(16), row.Int(17), row.Int(18),
+                row.Int(19), row.Int(20), row.Int(21)};
+  job.tokens = row.Int(22);
+  job.generated = row.Int(23);
+  job.bytes = row.Int(24);
+  return job;
+}
+
+constexpr std::string_view kSampleColumns =
+    "idx, id, digest, source, meta, split, source_line, prompt_tokens, truncated, max_new, "
+    "temperature, top_p";
+constexpr int kNumSampleColumns = 12;
+
+SampleRow ReadSample(const SqlRow& row) {
+  SampleRow sample;
+  sample.index = row.Int(0);
+  sample.id = row.Text(1);
+  sample.digest = row.Text(2);
+  sample.source = row.Text(3);
+  sample.meta_json = row.Text(4);
+  sample.split = row.Text(5);
+  sample.source_line = row.Int(6);
+  sample.prompt_tokens = static_cast<int32_t>(row.Int(7));
+  sample.truncated = row.Int(8) != 0;
+  sample.max_new_tokens = static_cast<int32_t>(row.Int(9));
+  sample.temperature = row.OptionalReal(10);
+  sample.top_p = row.OptionalReal(11);
+  return sample;
+}
+
+template <typename T>
+std::vector<T> VectorOf(std::span<const std::byte> blob) {
+  std::vector<T> values(blob.size() / sizeof(T));
+  if (!values.empty()) std::memcpy(values.data(), blob.data(), values.size() * sizeof(T));
+  return values;
+}
+
+IndexedSample ReadIndexed(const SqlRow& row) {
+  return {row.Int(0), row.Int(1), row.Int(2), row.Int(3), row.Int(4)};
+}
+
+}  // namespace
+
+absl::StatusOr<JobRecord> JobStore::GetJob(std::string_view id_or_name) const {
+  std::optional<JobRecord> found;
+  const std::lock_guard lock(read_mutex_);
+  // An id wins over a name.
+  static const std::string sql = fmt::format(
+      "SELECT {} FROM jobs WHERE state <> 0 AND (id = ?1 OR name = ?1) "
+      "ORDER BY id = ?1 DESC LIMIT 1",
+      kJobColumns);
+  STATETAP_RETURN_IF_ERROR(read_.Query(
+      sql, [&](const SqlRow& row) { found = ReadJob(row); }, id_or_name));
+  if (found) return *std::move(found);
+  return absl::NotFoundError(
+      fmt::format("job: no job has the id or name \"{}\"; `statetap list` shows all", id_or_name));
+}
+
+absl::StatusOr<JobRecord> JobStore::GetJob(int64_t key) const {
+  std::optional<JobRecord> found;
+  const std::lock_guard lock(read_mutex_);
+  static const std::string sql = fmt::format("SELECT {} FROM jobs WHERE key = ?", kJobColumns);
+  STATETAP_RETURN_IF_ERROR(read_.Query(
+      sql, [&](const SqlRow& row) { found = ReadJob(row); }, key));
+  if (found) return *std::move(found);
+  return absl::NotFoundError(fmt::format("job {} is gone", key));
+}
+
+absl::StatusOr<std::vector<JobRecord>> JobStore::ListJobs() const {
+  std::vector<JobRecord> jobs;
+  const std::lock_guard lock(read_mutex_);
+  static const std::string sql =
+      fmt::format("SELECT {} FROM jobs WHERE state <> 0 ORDER BY key DESC", kJobColumns);
+  STATETAP_RETURN_IF_ERROR(
+      read_.Query(sql, [&](const SqlRow& row) { jobs.push_back(ReadJob(row)); }));
+  return jobs;
+}
+
+absl::StatusOr<std::vector<SampleRow>> JobStore::ToDo(int64_t key, int64_t after,
+                                                      int64_t limit) const {
+  std::vector<SampleRow> samples;
+  const std::lock_guard lock(read_mutex_);
+  static const std::string sql = fmt::format(
+      "SELECT {}, ids, mask FROM samples WHERE job = ? AND state = 0 AND idx > ? "
+      "ORDER BY idx LIMIT ?",
+      kSampleColumns);
+  STATETAP_RETURN_IF_ERROR(read_.Query(
+      sql,
+      [&](const SqlRow& row) {
+        samples.push_back(ReadSample(row));
+        samples.back().ids = VectorOf<int32_t>(row.Blob(kNumSampleColumns));
+        samples.back().mask = VectorOf<uint8_t>(row.Blob(kNumSampleColumns + 1));
+      },
+      key, after, limit));
+  return samples;
+}
+
+absl::StatusOr<std::vector<SampleListing>> JobStore::Stored(int64_t key, int64_t after,
+                                                            int64_t limit) const {
+  std::vector<SampleListing> samples;
+  const std::lock_guard lock(read_mutex_);
+  static const std::string sql = fmt::format(
+      "SELECT {}, shard, position, row, rows, finish, mean_logprob, supervised, generated "
+      "FROM samples WHERE job = ? AND state = 1 AND idx > ? ORDER BY idx LIMIT ?",
+      kSampleColumns);
+  STATETAP_RETURN_IF_ERROR(read_.Query(
+      sql,
+      [&](const SqlRow& row) {
+        constexpr int k = kNumSampleColumns;
+        SampleListing listing;
+        listing.sample = ReadSample(row);
+        listing.shard = row.Int(k);
+        StoredSample& stored = listing.stored;
+        stored.index = listing.sample.index;
+        stored.position = row.Int(k + 1);
+        stored.row = row.Int(k + 2);
+        stored.rows = row.Int(k + 3);
+        stored.finish = row.Text(k + 4);
+        stored.truncated = listing.sample.truncated;
+        stored.mean_logprob = row.OptionalReal(k + 5);
+        stored.supervised = row.Int(k + 6);
+        stored.generated = row.Int(k + 7);
+        samples.push_back(std::move(listing));
+      },
+      key, after, limit));
+  return samples;
+}
+
+absl::StatusOr<std::vector<SampleListing>> JobStore::Rejected(int64_t key, int64_t after,
+                                                              int64_t limit) const {
+  std::vector<SampleListing> samples;
+  const std::lock_guard lock(read_mutex_);
+  static const std::string sql = fmt::format(
+      "SELECT {}, reason, layer, token, message FROM samples "
+      "WHERE job = ? AND state = 2 AND idx > ? ORDER BY idx LIMIT ?",
+      kSampleColumns);
+  STATETAP_RETURN_IF_ERROR(read_.Query(
+      sql,
+      [&](const SqlRow& row) {
+        constexpr int k = kNumSampleColumns;
+        SampleListing listing;
+        listing.sample = ReadSample(row);
+        listing.sample.rejection =
+            Rejection{row.Text(k), row.OptionalInt(k + 1), row.OptionalInt(k + 2), row.Text(k + 3)};
+        samples.push_back(std::move(listing));
+      },
+      key, after, limit));
+  return samples;
+}
+
+absl::StatusOr<std::vector<ShardRow>> JobStore::Shards(int64_t key) const {
+  std::vector<ShardRow> shards;
+  const std::lock_guard lock(read_mutex_);
+  STATETAP_RETURN_IF_ERROR(read_.Query(
+      "SELECT seq, path, samples, rows, bytes, digest FROM shards WHERE job = ? ORDER BY seq",
+      [&](const SqlRow& row) {
+        shards.push_back(
+            {row.Int(0), row.Text(1), row.Int(2), row.Int(3), row.Int(4), row.Text(5)});
+      },
+      key));
+  return shards;
+}
+
+absl::StatusOr<std::vector<IndexedSample>> JobStore::Unacknowledged(int64_t key,
+                                                                    std::string_view group,
+                                                                    int64_t shard, int64_t row,
+                                                                    int64_t limit) const {
+  std::vector<IndexedSample> samples;
+  const std::lock_guard lock(read_mutex_);
+  STATETAP_RETURN_IF_ERROR(read_.Query(
+      "SELECT idx, shard, position, row, rows FROM samples s WHERE job = ?1 AND state = 1 "
+      "AND (shard, row) > (?2, ?3) AND NOT EXISTS (SELECT 1 FROM acks WHERE acks.job = ?1 "
+      "AND consumer = ?4 AND acks.idx = s.idx) ORDER BY shard, row LIMIT ?5",
+      [&](const SqlRow& found) { samples.push_back(ReadIndexed(found)); }, key, shard, row, group,
+      limit));
+  return samples;
+}
+
+absl::StatusOr<int64_t> JobStore::CountUnacknowledged(int64_t key, std::string_view group) const {
+  int64_t count = 0;
+  const std::lock_guard lock(read_mutex_);
+  STATETAP_RETURN_IF_ERROR(read_.Query(
+      "SELECT (SELECT stored FROM jobs WHERE key = ?1) - "
+      "(SELECT COUNT(*) FROM acks WHERE job = ?1 AND consumer = ?2)",
+      [&](const SqlRow& row) { count = row.Int(0); }, key, group));
+  return count;
+}
+
+absl::StatusOr<IndexedSample> JobStore::FindStored(int64_t key, std::string_view id) const {
+  std::optional<IndexedSample> found;
+  int64_t state = -1;
+  const std::lock_guard lock(read_mutex_);
+  STATETAP_RETURN_IF_ERROR(read_.Query(
+      "SELECT idx, shard, position, row, rows, state FROM samples WHERE job = ? AND id = ?",
+      [&](const SqlRow& row) {
+        found = ReadIndexed(row);
+        state = row.Int(5);
+      },
+      key, id));
+  if (!found) return absl::NotFoundError(fmt::format("id: the job has no sample \"{}\"", id));
+  if (state != 1) {
+    constexpr std::string_view kNames[] = {"still to do", "stored", "rejected", "cancelled"};
+    return absl::FailedPreconditionError(
+        fmt::format("id: sample \"{}\" is {}, only a stored one has states", id, kNames[state]));
+  }
+  return *found;
+}
+
+absl::StatusOr<std::optional<std::string>> JobStore::ToDoDigest(int64_t key, int64_t index) const {
+  std::optional<std::string> digest;
+  const std::lock_guard lock(read_mutex_);
+  STATETAP_RETURN_IF_ERROR(read_.Query(
+      "SELECT digest FROM samples WHERE job = ? AND idx = ? AND state = 0",
+      [&](const SqlRow& row) { digest = row.Text(0); }, key, index));
+  return digest;
+}
+
+}  // namespace statetap

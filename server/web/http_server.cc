@@ -1,0 +1,78 @@
+#include "server/web/http_server.h"
+
+#include <httplib.h>
+
+#include <charconv>
+#include <utility>
+
+namespace statetap {
+
+absl::StatusOr<HostPort> ParseHostPort(const std::string& address) {
+  const size_t colon = address.rfind(':');
+  HostPort result{address.substr(0, colon == std::string::npos ? 0 : colon), -1};
+  if (colon != std::string::npos) {
+    const char* begin = address.data() + colon + 1;
+    const char* end = address.data() + address.size();
+    const auto [rest, error] = std::from_chars(begin, end, result.port);
+    if (error != std::errc() || rest != end) result.port = -1;
+  }
+  if (result.host.empty() || result.port < 0 || result.port > 65535) {
+    return absl::InvalidArgumentError(fmt::format(
+        "\"{}\" is no HOST:PORT; for example 127.0.0.1:7070, or port 0 to have one picked",
+        address));
+  }
+  if (result.host.front() == '[' && result.host.back() == ']')
+    result.host = result.host.substr(1, result.host.size() - 2);
+  return result;
+}
+
+absl::StatusOr<std::unique_ptr<HttpServer>> HttpServer::Start(const std::string& address,
+                                                              Pages pages) {
+  STATETAP_ASSIGN_OR_RETURN(const HostPort where, ParseHostPort(address));
+  auto server = std::make_unique<httplib::Server>();
+  // Without SO_REUSEPORT, which the library sets: a second server must notice the first.
+  server->set_socket_options([](socket_t socket) {
+    const int yes = 1;
+    setsockopt(socket, SOL_SOCKET, SO_REUSEADDR, &yes, sizeof(yes));
+  });
+  server->new_task_queue = [] { return new httplib::ThreadPool(4); };
+  server->Get("/healthz", [health = std::move(pages.health)](const httplib::Request&,
+                                                             httplib::Response& response) {
+    const std::string why = health();
+    response.status = why.empty() ? 200 : 503;
+    response.set_content(why.empty() ? "ok\n" : why + "\n", "text/plain");
+  });
+  server->Get("/metrics", [metrics = std::move(pages.metrics)](const httplib::Request&,
+                                                               httplib::Response& response) {
+    response.set_content(metrics(), "text/plain; version=0.0.4");
+  });
+  int port = where.port;
+  if (port == 0) {
+    port = server->bind_to_any_port(where.host.c_str());
+  } else if (!server->bind_to_port(where.host.c_str(), port)) {
+    port = -1;
+  }
+  if (port < 0) {
+    return absl::AlreadyExistsError(
+        fmt::format("cannot listen on {}: the port is taken or the address is not of this machine; "
+                    "give another --http, or --http \"\" for none",
+                    address));
+  }
+  const bool v6 = where.host.find(':') != std::string::npos;
+  return std::unique_ptr<HttpServer>(new HttpServer(
+      std::move(server), fmt::format("{}{}{}:{}", v6 ? "[" : "", where.host, v6 ? "]" : "", port)));
+}
+
+HttpServer::HttpServer(std::unique_ptr<httplib::Server> server, std::string address)
+    : server_(std::move(server)),
+      address_(std::move(address)),
+      thread_([this] { server_->listen_after_bind(); }) {}
+
+HttpServer::~HttpServer() {
+  // stop() is lost on a server that has not begun to listen.
+  while (!server_->is_running()) std::this_thread::yield();
+  server_->stop();
+  thread_.join();
+}
+
+}  // namespace statetap

@@ -1,0 +1,43 @@
+// The HTTP side: /healthz for load balancers, /metrics for Prometheus. Threads of its own.
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <string>
+#include <thread>
+
+#include "extractor/base/status.h"
+
+namespace httplib {
+class Server;
+}
+
+namespace statetap {
+
+class HttpServer {
+ public:
+  struct Pages {
+    // Empty: healthy; else why not (answered with 503).
+    std::function<std::string()> health;
+    std::function<std::string()> metrics;  // text exposition format
+  };
+  // `address`: HOST:PORT, port 0 picks one. ALREADY_EXISTS where the port is taken.
+  static absl::StatusOr<std::unique_ptr<HttpServer>> Start(const std::string& address, Pages pages);
+  ~HttpServer();
+  const std::string& address() const { return address_; }  // with the port that was picked
+
+ private:
+  HttpServer(std::unique_ptr<httplib::Server> server, std::string address);
+  std::unique_ptr<httplib::Server> server_;
+  std::string address_;
+  std::thread thread_;
+};
+
+// "host:port", an IPv6 host in brackets. INVALID_ARGUMENT says what is wrong.
+struct HostPort {
+  std::string host;
+  int port;
+};
+absl::StatusOr<HostPort> ParseHostPort(const std::string& address);
+
+}  // namespace statetap

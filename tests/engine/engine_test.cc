@@ -1,0 +1,302 @@
+// The engine on tiny-kimi: what a sample gives depends on nothing but the sample.
+#include "extractor/engine/engine.h"
+
+#include <cmath>
+#include <fstream>
+#include <random>
+
+#include "extractor/base/json.h"
+#include "tests/support/engine_harness.h"
+
+namespace statetap {
+namespace {
+
+using testing::Captured;
+using testing::Harness;
+using testing::RunTasks;
+
+const std::filesystem::path kRoot = STATETAP_SOURCE_DIR;
+constexpr int kHidden = 128, kLayers = 8, kImEnd = 2050;
+
+const CheckpointIndex& Tiny() {
+  static const auto index = CheckpointIndex::Open(kRoot / "models/tiny-kimi");
+  return *index;
+}
+
+std::unique_ptr<Engine> Open(EngineOptions options = {}) {
+  auto engine = Engine::Open(Tiny(), options);
+  EXPECT_OK(engine);
+  return *std::move(engine);
+}
+
+std::vector<Json> GreedyLines() {
+  std::vector<Json> lines;
+  std::ifstream file(kRoot / "tests/data/tiny-kimi/greedy.jsonl");
+  for (std::string line; std::getline(file, line);) lines.push_back(*ParseJson(line));
+  return lines;
+}
+
+SampleTask GenerateTask(std::vector<int32_t> prompt, double temperature, uint64_t key) {
+  SampleTask task;
+  task.input_ids = std::move(prompt);
+  task.generate = true;
+  task.max_new_tokens = 128;
+  task.max_length = 4096;
+  task.stop_ids = {kImEnd};
+  task.sampling = {temperature, 0.95, 11, key};
+  task.token_scores = true;
+  task.boundaries = {2, 4, 5, kLayers};
+  return task;
+}
+
+std::vector<SampleTask> SomeTasks(size_t count, double temperature) {
+  std::vector<SampleTask> tasks;
+  for (const Json& line : GreedyLines()) {
+    if (tasks.size() == count) break;
+    tasks.push_back(
+        GenerateTask(line["prompt_ids"].get<std::vector<int32_t>>(), temperature, tasks.size()));
+  }
+  return tasks;
+}
+
+std::vector<int32_t> RandomIds(size_t count, uint32_t seed) {
+  std::mt19937 random(seed);
+  std::vector<int32_t> ids;
+  for (size_t i = 0; i < count; ++i) ids.push_back(static_cast<int32_t>(random() % 2048));
+  return ids;
+}
+
+SampleTask PrefillTask(std::vector<int32_t> ids, std::vector<int> boundaries = {0, 2, kLayers}) {
+  SampleTask task;
+  task.input_ids = std::move(ids);
+  task.max_length = static_cast<int>(task.input_ids.size());
+  task.boundaries = std::move(boundaries);
+  return task;
+}
+
+void ExpectSame(const Captured& a, const Captured& b) {
+  EXPECT_EQ(a.sampled, b.sampled);
+  EXPECT_EQ(a.states, b.states);  // every bit
+  EXPECT_EQ(a.finished, b.finished);
+  ASSERT_EQ(a.sampled_scores.size(), b.sampled_scores.size());
+  for (size_t i = 0; i < a.sampled_scores.size(); ++i)
+    EXPECT_EQ(a.sampled_scores[i].logprob, b.sampled_scores[i].logprob);
+}
+
+// The vendor-format prompts of the fixture, answered greedily: equal to transformers' wherever no
+// two tokens were nearly tied.
+TEST(EngineTest, GreedyContinuationsEqualTheReference) {
+  const auto engine = Open();
+  const auto lines = GreedyLines();
+  ASSERT_EQ(lines.size(), 64u);
+  const auto tasks = SomeTasks(64, /*temperature=*/0);
+  const auto captured = RunTasks(*engine, tasks, kHidden);
+  int compared = 0;
+  for (size_t i = 0; i < lines.size(); ++i) {
+    EXPECT_EQ(captured[i].states.at(kLayers).size(),
+              (tasks[i].input_ids.size() + captured[i].sampled.size()) * kHidden);
+    if (lines[i]["min_margin"].get<double>() < 1e-2)
+      continue;  // fp32 in another order decides there
+    ++compared;
+    EXPECT_EQ(captured[i].sampled, lines[i]["continuation_ids"].get<std::vector<int32_t>>())
+        << lines[i]["id"];
+    EXPECT_EQ(captured[i].finished,
+              captured[i].sampled.back() == kImEnd ? FinishReason::kStop : FinishReason::kLength);
+  }
+  EXPECT_GE(compared, 60);
+}
+
+// Alone, in a batch of 24, in small chunks, with so few pages that sequences are pushed out, and
+// again.
+TEST(EngineTest, ASampleAloneAndInABatchIsTheSameBits) {
+  const auto tasks = SomeTasks(24, /*temperature=*/1);
+  const auto engine = Open();
+  const auto together = RunTasks(*engine, tasks, kHidden);
+  const auto again = RunTasks(*engine, tasks, kHidden);
+  EngineOptions small;
+  small.max_batch_tokens = 19;
+  small.kv_cache_bytes = int64_t{17} * 64 * 80 * 4 * 8;  // 17 pages
+  const auto chunked = RunTasks(*Open(small), tasks, kHidden);
+  for (size_t i = 0; i < tasks.size(); ++i) {
+    ASSERT_TRUE(together[i].finished) << i;
+    ExpectSame(together[i], again[i]);
+    ExpectSame(together[i], chunked[i]);
+    ExpectSame(together[i], RunTasks(*engine, {tasks[i]}, kHidden)[0]);
+  }
+}
+
+TEST(EngineTest, PrefillOfAGeneratedTextGivesTheSameStatesAndScores) {
+  const auto engine = Open();
+  const auto generated = RunTasks(*engine, SomeTasks(8, /*temperature=*/1), kHidden);
+  auto tasks = SomeTasks(8, 1);
+  std::vector<size_t> prompts;
+  for (size_t i = 0; i < tasks.size(); ++i) {
+    SampleTask& task = tasks[i];
+    prompts.push_back(task.input_ids.size());
+    task.input_ids.insert(task.input_ids.end(), generated[i].sampled.begin(),
+                          generated[i].sampled.end());
+    task.generate = false;
+  }
+  const auto prefilled = RunTasks(*engine, tasks, kHidden);
+  for (size_t i = 0; i < tasks.size(); ++i) {
+    EXPECT_EQ(prefilled[i].finished, FinishReason::kPrefill);
+    EXPECT_EQ(prefilled[i].states, generated[i].states);
+    ASSERT_EQ(prefilled[i].scores.size(), tasks[i].input_ids.size() - 1);
+    for (size_t k = 0; k < generated[i].sampled.size(); ++k) {
+      const TokenScore& score = prefilled[i].scores.at(static_cast<int64_t>(prompts[i] + k));
+      EXPECT_EQ(score.logprob, generated[i].sampled_scores[k].logprob);
+      EXPECT_EQ(score.entropy, generated[i].sampled_scores[k].entropy);
+    }
+  }
+}
+
+// Fault class 1: equal lengths in one batch. Fault class 2: a shared prefix of 600 tokens.
+TEST(EngineTest, NeighboursOfEqualLengthOrEqualPrefixKeepTheirRows) {
+  const auto engine = Open();
+  std::vector<SampleTask> tasks;
+  for (uint32_t i = 0; i < 4; ++i) tasks.push_back(PrefillTask(RandomIds(50, i)));
+  for (uint32_t i = 0; i < 3; ++i) {
+    auto ids = RandomIds(600, 99);
+    for (const int32_t id : RandomIds(40, i)) ids.push_back(id);
+    tasks.push_back(PrefillTask(ids));
+  }
+  const auto together = RunTasks(*engine, tasks, kHidden);
+  for (size_t i = 0; i < tasks.size(); ++i) {
+    const auto cold = RunTasks(*Open(), {tasks[i]}, kHidden)[0];
+    EXPECT_EQ(cold.states, together[i].states);
+    for (size_t j = 0; j < i; ++j) EXPECT_NE(together[i].states, together[j].states);
+  }
+}
+
+// Fault classes 3, 4, 11: lengths around chunk and page borders, and a long one.
+TEST(EngineTest, RowsEqualTokensAtEveryLength) {
+  EngineOptions options;
+  options.max_batch_tokens = 100;
+  options.max_seq_len = 8200;
+  const auto engine = Open(options);
+  std::vector<SampleTask> tasks;
+  for (const size_t length : {1, 2, 63, 64, 65, 99, 100, 101, 199, 200, 201})
+    tasks.push_back(PrefillTask(RandomIds(length, 5)));
+  const auto captured = RunTasks(*engine, tasks, kHidden);
+  for (size_t i = 0; i < tasks.size(); ++i) {
+    for (const int boundary : tasks[i].boundaries) {
+      const auto& states = captured[i].states.at(boundary);
+      ASSERT_EQ(states.size(), tasks[i].input_ids.size() * kHidden);
+      // The same ids: a prefix of the longest sample's rows.
+      EXPECT_TRUE(
+          std::equal(states.begin(), states.end(), captured.back().states.at(boundary).begin()));
+    }
+  }
+}
+
+TEST(EngineTest, RanksAgreeInTextAndStayWithinRoundingInStates) {
+  const auto tasks = SomeTasks(6, /*temperature=*/0);
+  const auto one = RunTasks(*Open(), tasks, kHidden);
+  for (const int ranks : {2, 4, 8}) {
+    for (const auto experts : {EngineOptions::Experts::kExpert, EngineOptions::Experts::kTensor}) {
+      EngineOptions options;
+      options.ranks = ranks;
+      options.experts = experts;
+      options.residual = EngineOptions::Residual::kSharded;
+      const auto many = RunTasks(*Open(options), tasks, kHidden);
+      for (size_t i = 0; i < tasks.size(); ++i) {
+        EXPECT_EQ(many[i].sampled, one[i].sampled) << ranks << " ranks";
+        EXPECT_EQ(many[i].states.at(kLayers).size(), one[i].states.at(kLayers).size());
+      }
+    }
+  }
+}
+
+// Fault class 5: the stored final state is what the next token came from.
+TEST(EngineTest, BoundaryZeroIsTheEmbeddingAndTheTapsAreInOrder) {
+  const auto engine = Open();
+  const auto all =
+      RunTasks(*engine, {PrefillTask(RandomIds(20, 1), {0, 1, 2, 3, 4, 5, 6, 7, 8})}, kHidden)[0];
+  const auto again = RunTasks(*engine, {PrefillTask({5, 5, 7}, {0})}, kHidden)[0].states.at(0);
+  EXPECT_TRUE(std::equal(again.begin(), again.begin() + kHidden, again.begin() + kHidden))
+      << "the embedding knows no position";
+  for (int boundary = 1; boundary <= kLayers; ++boundary)
+    EXPECT_NE(all.states.at(boundary), all.states.at(boundary - 1));
+  const auto some = RunTasks(*engine, {PrefillTask(RandomIds(20, 1), {3, 8})}, kHidden)[0];
+  EXPECT_EQ(some.states.size(), 2u);
+  EXPECT_EQ(some.states.at(3), all.states.at(3));
+  EXPECT_EQ(some.states.at(8), all.states.at(8));
+}
+
+TEST(EngineTest, LimitsEndAnAnswer) {
+  auto task = SomeTasks(1, 0)[0];
+  task.stop_ids.clear();
+  const auto prompt = static_cast<int>(task.input_ids.size());
+  task.max_new_tokens = 3;
+  auto longer = task;
+  longer.max_new_tokens = 100;
+  longer.max_length = prompt + 1;
+  const auto captured = RunTasks(*Open(), {task, longer}, kHidden);
+  EXPECT_EQ(captured[0].finished, FinishReason::kLength);
+  EXPECT_EQ(captured[0].sampled.size(), 3u);
+  EXPECT_EQ(captured[1].sampled.size(), 1u);
+  EXPECT_EQ(captured[1].states.at(kLayers).size(), static_cast<size_t>(prompt + 1) * kHidden);
+}
+
+TEST(EngineTest, WhatCanNeverRunFailsAloneAndSaysWhy) {
+  EngineOptions options;
+  options.max_seq_len = 128;
+  const auto engine = Open(options);
+  auto full = SomeTasks(1, 0)[0];
+  full.max_length = static_cast<int>(full.input_ids.size());
+  auto boundary = PrefillTask({1}, {9});
+  const auto captured =
+      RunTasks(*engine,
+               {PrefillTask({}), PrefillTask({1, 2304}), PrefillTask(RandomIds(129, 1)), full,
+                boundary, PrefillTask({1, 2})},
+               kHidden);
+  EXPECT_THAT(captured[0].failed->status,
+              testing::StatusIs(absl::StatusCode::kInvalidArgument, "no tokens"));
+  EXPECT_THAT(captured[1].failed->status,
+              testing::StatusIs(absl::StatusCode::kInvalidArgument, "token 1 is 2304"));
+  EXPECT_THAT(captured[2].failed->status,
+              testing::StatusIs(absl::StatusCode::kResourceExhausted, "129"));
+  EXPECT_THAT(captured[3].failed->status,
+              testing::StatusIs(absl::StatusCode::kInvalidArgument, "no room"));
+  EXPECT_THAT(captured[4].failed->status,
+              testing::StatusIs(absl::StatusCode::kInvalidArgument, "boundary 9"));
+  EXPECT_EQ(captured[5].finished, FinishReason::kPrefill);
+}
+
+TEST(EngineTest, CancelGivesUpOneAndStoppingAll) {
+  auto tasks = SomeTasks(3, 1);
+  for (auto& task : tasks) task.stop_ids.clear();
+  const auto engine = Open();
+  Harness harness(tasks, kHidden);
+  harness.on_token = [&](uint64_t ticket) {
+    if (ticket == 1 && harness.results()[1].sampled.size() == 3) harness.cancel = {1};
+    if (ticket == 0 && harness.results()[0].sampled.size() == 10) harness.stop = true;
+  };
+  EXPECT_OK(engine->Run(harness, harness));
+  EXPECT_EQ(harness.results()[1].sampled.size(), 3u);
+  for (const Captured& result : harness.results()) {
+    ASSERT_TRUE(result.failed);
+    EXPECT_EQ(result.failed->status.code(), absl::StatusCode::kCancelled);
+  }
+  EXPECT_EQ(RunTasks(*engine, {PrefillTask({1, 2, 3})}, kHidden)[0].finished,
+            FinishReason::kPrefill)
+      << "the engine goes on";
+}
+
+TEST(EngineTest, BadLayoutsAreRefusedWithTheSizeNamed) {
+  EngineOptions options;
+  options.ranks = 3;
+  EXPECT_THAT(Engine::Open(Tiny(), options),
+              testing::StatusIs(absl::StatusCode::kInvalidArgument, "num_attention_heads = 8"));
+  options.ranks = 1;
+  options.backend = "tpu";
+  EXPECT_THAT(Engine::Open(Tiny(), options),
+              testing::StatusIs(absl::StatusCode::kInvalidArgument, "tpu"));
+  options.backend = "cpu";
+  options.kv_cache_bytes = 10;
+  EXPECT_THAT(Engine::Open(Tiny(), options),
+              testing::StatusIs(absl::StatusCode::kInvalidArgument, "--kv-cache-gib"));
+}
+
+}  // namespace
+}  // namespace statetap

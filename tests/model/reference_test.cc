@@ -1,0 +1,222 @@
+// Our fp32 residual stream against Hugging Face transformers': tests/reference/make.sh made the
+// data.
+#include <cmath>
+#include <limits>
+#include <mutex>
+
+#include "extractor/backend/cpu/cpu_backend.h"
+#include "extractor/engine/rank_group.h"
+#include "extractor/model/transformer.h"
+#include "tests/support/safetensors_file.h"
+
+namespace statetap {
+namespace {
+
+using testing::SafetensorsFile;
+
+const std::filesystem::path kRoot = STATETAP_SOURCE_DIR;
+
+// design.md §7: both sides are fp32 and add in other orders; relative to the norm of a row.
+constexpr double kRowTolerance = 1e-4;
+// Tokens that met a closer choice of experts than this may have gone another way: fp32 rounding of
+// a sigmoid.
+constexpr float kClearMargin = 1e-5f;
+constexpr int kMaxTokens = 4096;
+
+// Keeps the residual stream as it is, before it is rounded to bf16.
+class RecordingBackend final : public cpu::CpuBackend {
+ public:
+  using CpuBackend::CpuBackend;
+  std::vector<std::vector<float>>* record =
+      nullptr;  // by call; [num_tokens, hidden], shared by the ranks
+  size_t calls = 0;
+
+  void Capture(const Step& step, const CaptureParams& p) override {
+    const auto* residual = static_cast<const float*>(p.residual);
+    std::copy_n(residual, static_cast<size_t>(step.own.count) * static_cast<size_t>(p.hidden),
+                (*record)[calls++].data() +
+                    static_cast<size_t>(step.own.begin) * static_cast<size_t>(p.hidden));
+  }
+};
+
+struct Variant {
+  int ranks = 1;
+  ExpertLayout experts = ExpertLayout::kExpert;
+  bool sharded = false;
+  int chunk = kMaxTokens;
+  size_t longest = kMaxTokens;
+};
+
+class Model {
+ public:
+  static absl::StatusOr<std::unique_ptr<Model>> Open(const std::filesystem::path& folder,
+                                                     const Variant& variant) {
+    auto model = std::make_unique<Model>();
+    STATETAP_ASSIGN_OR_RETURN(const CheckpointIndex index, CheckpointIndex::Open(folder));
+    model->config = index.config();
+    STATETAP_ASSIGN_OR_RETURN(
+        const ParallelLayout layout,
+        ParallelLayout::Make(index.config(), variant.ranks, variant.experts, index.quantized()));
+    const auto group = std::make_shared<cpu::SharedGroup>(variant.ranks);
+    for (int rank = 0; rank < variant.ranks; ++rank) {
+      model->backends_.push_back(
+          std::make_unique<RecordingBackend>(rank, group, variant.ranks == 1 ? 2 : 1));
+    }
+    STATETAP_ASSIGN_OR_RETURN(auto weights, LoadWeights(index, layout, model->backends_, {}));
+    const ModelLimits limits{kMaxTokens, kMaxTokens, 16, kMaxTokens / kPageTokens,
+                             index.config().rms_norm_eps};
+    for (size_t rank = 0; rank < weights.size(); ++rank) {
+      model->ranks_.push_back(std::make_unique<Transformer>(
+          index.config(), layout, *model->backends_[rank], std::move(weights[rank]), limits));
+    }
+    model->group_ = std::make_unique<RankGroup>(model->backends_);
+    return model;
+  }
+
+  // The residual stream at every boundary: [boundaries][S · hidden].
+  std::vector<std::vector<float>> Run(const std::vector<int32_t>& ids, const Variant& variant) {
+    const auto hidden = static_cast<size_t>(config.hidden);
+    std::vector<std::vector<float>> all(static_cast<size_t>(config.num_layers) + 1);
+    for (size_t first = 0; first < ids.size(); first += static_cast<size_t>(variant.chunk)) {
+      const size_t count = std::min(ids.size() - first, static_cast<size_t>(variant.chunk));
+      StepPlan plan;
+      plan.num_seqs = 1;
+      plan.pages_per_seq = kMaxTokens / kPageTokens;
+      for (int page = 0; page < plan.pages_per_seq; ++page)
+        plan.page_table.push_back(plan.pages_per_seq - 1 - page);
+      for (size_t t = first; t < first + count; ++t) {
+        plan.ids.push_back(ids[t]);
+        plan.positions.push_back(static_cast<int32_t>(t));
+        plan.sequence.push_back(0);
+      }
+      for (int boundary = 0; boundary <= config.num_layers; ++boundary)
+        plan.boundaries.push_back(boundary);
+      std::vector<std::vector<float>> record(all.size(), std::vector<float>(count * hidden, NAN));
+      for (const auto& backend : backends_) {
+        auto& recording = static_cast<RecordingBackend&>(*backend);
+        recording.record = &record;
+        recording.calls = 0;
+      }
+      StepOutput output;
+      output.states.resize(all.size());
+      EXPECT_OK(group_->RunAll([&](int rank) {
+        ranks_[static_cast<size_t>(rank)]->Forward(plan, variant.sharded, output);
+      }));
+      for (size_t b = 0; b < all.size(); ++b)
+        all[b].insert(all[b].end(), record[b].begin(), record[b].end());
+    }
+    return all;
+  }
+
+  ModelConfig config;
+
+ private:
+  std::vector<std::unique_ptr<Backend>> backends_;
+  std::vector<std::unique_ptr<Transformer>> ranks_;
+  std::unique_ptr<RankGroup> group_;
+};
+
+double RelativeError(const float* ours, const float* reference, size_t n) {
+  double error = 0, norm = 0;
+  for (size_t i = 0; i < n; ++i) {
+    error += std::pow(double{ours[i]} - reference[i], 2);
+    norm += std::pow(double{reference[i]}, 2);
+  }
+  return std::sqrt(error / norm);
+}
+
+void Check(const std::filesystem::path& folder, const std::filesystem::path& data,
+           const Variant& variant) {
+  ASSERT_OK_AND_ASSIGN(const auto model, Model::Open(folder, variant));
+  const SafetensorsFile file(data);
+  const auto hidden = static_cast<size_t>(model->config.hidden);
+  double worst = 0;
+  int64_t compared = 0, unclear = 0;
+  for (int s = 0; file.Has(fmt::format("{}.ids", s)); ++s) {
+    const auto ids = file.Get<int32_t>(fmt::format("{}.ids", s)),
+               rows = file.Get<int32_t>(fmt::format("{}.rows", s));
+    if (ids.size() > variant.longest) continue;
+    const auto expected = file.Get<float>(fmt::format("{}.H", s)),
+               clear = file.Get<float>(fmt::format("{}.clear", s));
+    const auto ours = model->Run(ids, variant);
+    for (size_t boundary = 0; boundary < ours.size(); ++boundary) {
+      for (size_t r = 0; r < rows.size(); ++r) {
+        const auto row = static_cast<size_t>(rows[r]);
+        if (clear[boundary * ids.size() + row] < kClearMargin) {
+          ++unclear;
+          continue;
+        }
+        const double error =
+            RelativeError(ours[boundary].data() + row * hidden,
+                          expected.data() + (boundary * rows.size() + r) * hidden, hidden);
+        EXPECT_LT(error, kRowTolerance)
+            << ids.size() << " tokens, boundary " << boundary << ", row " << row;
+        worst = std::max(worst, error);
+        ++compared;
+      }
+    }
+  }
+  fmt::print(
+      "{}: {} rows, worst relative error {:.1e}; {} rows with a near tie in the router left out\n",
+      folder.filename().string(), compared, worst, unclear);
+  EXPECT_GT(compared, 0);
+  EXPECT_LT(unclear, compared / 50);
+}
+
+const auto kTiny = kRoot / "models/tiny-kimi";
+const auto kTinyData = kRoot / "tests/data/reference/tiny-kimi.safetensors";
+
+TEST(ReferenceTest, TinyKimiAtEveryLength) { Check(kTiny, kTinyData, {}); }
+
+TEST(ReferenceTest, TinyKimiInChunksThatDivideNothing) {
+  Variant variant;
+  variant.chunk = 37;
+  variant.longest = 1000;
+  Check(kTiny, kTinyData, variant);
+}
+
+TEST(ReferenceTest, TinyKimiTokenByToken) {
+  Variant variant;
+  variant.chunk = 1;
+  variant.longest = 200;
+  Check(kTiny, kTinyData, variant);
+}
+
+class RanksTest : public ::testing::TestWithParam<std::tuple<int, ExpertLayout, bool>> {};
+
+TEST_P(RanksTest, TinyKimi) {
+  Variant variant;
+  std::tie(variant.ranks, variant.experts, variant.sharded) = GetParam();
+  variant.longest = 200;
+  Check(kTiny, kTinyData, variant);
+}
+
+INSTANTIATE_TEST_SUITE_P(Every, RanksTest,
+                         ::testing::Combine(::testing::Values(2, 4, 8),
+                                            ::testing::Values(ExpertLayout::kExpert,
+                                                              ExpertLayout::kTensor),
+                                            ::testing::Bool()));
+
+class FamilyTest : public ::testing::TestWithParam<const char*> {};
+
+TEST_P(FamilyTest, AgreesOnOneAndTwoRanks) {
+  const auto folder = kRoot / "tests/data/reference" / GetParam();
+  for (const int ranks : {1, 2}) {
+    Variant variant;
+    variant.ranks = ranks;
+    variant.sharded = ranks == 2;
+    Check(folder, folder / "reference.safetensors", variant);
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Every, FamilyTest,
+                         ::testing::Values("plain", "no-q-lora", "bf16-experts", "flat", "no-yarn",
+                                           "dense-first", "shared-experts", "groups"),
+                         [](const auto& info) {
+                           std::string name = info.param;
+                           std::replace(name.begin(), name.end(), '-', '_');
+                           return name;
+                         });
+
+}  // namespace
+}  // namespace statetap

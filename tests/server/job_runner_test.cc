@@ -1,0 +1,320 @@
+#include "server/jobs/job_runner.h"
+
+#include <cmath>
+#include <fstream>
+
+#include "tests/support/job_harness.h"
+
+namespace statetap {
+namespace {
+
+using testing::ChatSample;
+using ::testing::HasSubstr;
+using testing::IdsSample;
+using testing::JobHarness;
+using testing::StatusIs;
+
+std::vector<v1::SampleInput> Chats(int count) {
+  std::vector<v1::SampleInput> samples;
+  for (int i = 0; i < count; ++i)
+    samples.push_back(ChatSample(fmt::format("chat-{}", i), fmt::format("Say {} words.", i)));
+  return samples;
+}
+
+v1::JobOptions Options(uint64_t shard_bytes = 0) {
+  v1::JobOptions options;
+  options.set_max_length(256);
+  options.set_shard_bytes(shard_bytes);
+  return options;
+}
+
+TEST(JobRunnerTest, GeneratesAndStoresEverySample) {
+  JobHarness harness;
+  harness.Run();
+  ASSERT_OK_AND_ASSIGN(const JobRecord submitted, harness.Submit(Options(), Chats(64)));
+  const JobRecord job = harness.WaitForEnd(submitted);
+  EXPECT_EQ(NameOf(job.state), "succeeded");
+  EXPECT_EQ(job.counts.stored, 64);
+  EXPECT_GT(job.generated, 64);
+  EXPECT_GT(harness.engine->most_running, 1);
+
+  ASSERT_OK_AND_ASSIGN(const auto shards, harness.store->Shards(job.key));
+  ASSERT_EQ(shards.size(), 1u);
+  ASSERT_OK_AND_ASSIGN(const auto reader,
+                       ShardReader::Open(harness.folders().FromStored(shards[0].path)));
+  EXPECT_EQ(reader->config().boundaries, (std::vector<int>{2, 4, 5, 8}));
+  EXPECT_EQ(reader->config().job, job.id);
+  EXPECT_EQ(job.tokens, reader->rows());
+  ASSERT_OK_AND_ASSIGN(const auto listed, harness.store->Stored(job.key, -1, 100));
+  for (const SampleListing& listing : listed) {
+    ASSERT_OK_AND_ASSIGN(const SampleRecord record, reader->ReadRecord(listing.stored.position));
+    EXPECT_EQ(record.id, listing.sample.id);
+    EXPECT_EQ(static_cast<int64_t>(record.input_ids.size()), listing.stored.rows);
+    // The mask is 1 exactly on sampled ids, the stop token included.
+    for (size_t t = 0; t < record.loss_mask.size(); ++t) {
+      const bool sampled = t >= static_cast<size_t>(record.prompt_tokens);
+      EXPECT_EQ(record.loss_mask[t], sampled ? 1 : 0);
+      EXPECT_EQ(std::isnan(record.logprobs[t]), !sampled);
+    }
+    const bool stopped = record.input_ids.back() == 2049 || record.input_ids.back() == 2050;
+    EXPECT_EQ(record.finish_reason, stopped ? "stop" : "length");
+    EXPECT_EQ(listing.stored.mean_logprob, -0.5);
+  }
+}
+
+TEST(JobRunnerTest, SampleMeetingNonFiniteStatesIsRejectedAlone) {
+  JobHarness harness;
+  harness.engine->faults.bad_token = 777;
+  harness.engine->faults.bad_boundary = 4;
+  harness.Run();
+  std::vector<v1::SampleInput> samples;
+  for (int i = 0; i < 10; ++i)
+    samples.push_back(IdsSample(fmt::format("s{}", i), std::vector<int32_t>(30, i + 1)));
+  samples[3].mutable_tokens()->mutable_ids()->Set(20, 777);
+  ASSERT_OK_AND_ASSIGN(const JobRecord submitted, harness.Submit(Options(), samples));
+  const JobRecord job = harness.WaitForEnd(submitted);
+  EXPECT_EQ(NameOf(job.state), "succeeded");
+  EXPECT_EQ(job.counts.stored, 9);
+  ASSERT_OK_AND_ASSIGN(const auto rejected, harness.store->Rejected(job.key, -1, 10));
+  ASSERT_EQ(rejected.size(), 1u);
+  EXPECT_EQ(rejected[0].sample.id, "s3");
+  EXPECT_EQ(rejected[0].sample.rejection->reason, "non_finite");
+  EXPECT_EQ(rejected[0].sample.rejection->layer, 4);
+  EXPECT_EQ(rejected[0].sample.rejection->token, 20);
+  EXPECT_EQ(harness.runner->buffered_bytes(), 0);
+}
+
+TEST(JobRunnerTest, SamplesDoNotDependOnNeighboursOrRestarts) {
+  JobHarness clean;
+  clean.Run();
+  ASSERT_OK_AND_ASSIGN(const JobRecord alone, clean.Submit(Options(), Chats(40)));
+  clean.WaitForEnd(alone);
+  const auto expected = clean.Checksums(alone);
+  ASSERT_EQ(expected.size(), 40u);
+
+  JobHarness harness;
+  harness.engine->faults.step = std::chrono::microseconds(200);
+  harness.Run();
+  std::vector<v1::SampleInput> reversed = Chats(40);
+  std::reverse(reversed.begin(), reversed.end());
+  v1::JobOptions options = Options(1 << 20);
+  ASSERT_OK_AND_ASSIGN(JobRecord job, harness.Submit(options, reversed));
+  for (int restart = 0; restart < 3; ++restart) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(15));
+    harness.Stop();
+    harness.Restart();
+    harness.engine->faults.step = std::chrono::microseconds(200);
+    harness.Run();
+  }
+  job = harness.WaitForEnd(job);
+  EXPECT_EQ(job.counts.stored, 40);
+  EXPECT_EQ(harness.Checksums(job), expected);
+}
+
+TEST(JobRunnerTest, CancelKeepsWhatIsFinished) {
+  JobHarness harness;
+  harness.engine->faults.step = std::chrono::milliseconds(1);
+  harness.Run();
+  ASSERT_OK_AND_ASSIGN(const JobRecord job, harness.Submit(Options(), Chats(300)));
+  harness.WaitUntil(job, [](const JobRecord& now) { return now.state == JobState::kRunning; });
+  std::this_thread::sleep_for(std::chrono::milliseconds(60));
+  ASSERT_OK(harness.runner->Cancel(job));
+  ASSERT_OK_AND_ASSIGN(const JobRecord now, harness.store->GetJob(job.key));
+  EXPECT_EQ(NameOf(now.state), "cancelled");
+  EXPECT_GT(now.counts.stored, 0);
+  EXPECT_GT(now.counts.cancelled, 0);
+  EXPECT_EQ(now.counts.stored + now.counts.cancelled, 300);
+  EXPECT_EQ(static_cast<int64_t>(harness.Checksums(job).size()), now.counts.stored);
+  EXPECT_THAT(harness.runner->Cancel(now),
+              StatusIs(absl::StatusCode::kFailedPrecondition, "has ended (cancelled)"));
+  // The engine is free for others.
+  ASSERT_OK_AND_ASSIGN(const JobRecord next, harness.Submit(Options(), Chats(3)));
+  EXPECT_EQ(harness.WaitForEnd(next).counts.stored, 3);
+  EXPECT_EQ(harness.runner->buffered_bytes(), 0);
+}
+
+TEST(JobRunnerTest, CancelOfAQueuedJobCancelsAll) {
+  JobHarness harness;  // stored before a runner runs: nothing has started
+  ASSERT_OK_AND_ASSIGN(JobRecord job, harness.Submit(Options(), Chats(20)));
+  EXPECT_EQ(NameOf(job.state), "queued");
+  harness.engine->faults.step = std::chrono::milliseconds(50);
+  harness.Run();
+  ASSERT_OK(harness.runner->Cancel(job));
+  ASSERT_OK_AND_ASSIGN(job, harness.store->GetJob(job.key));
+  EXPECT_EQ(job.counts.cancelled, 20);
+  EXPECT_EQ(NameOf(job.state), "cancelled");
+}
+
+TEST(JobRunnerTest, FolderThatCannotBeWrittenFailsTheJobAndSaysWhy) {
+  testing::TempDir elsewhere;
+  std::ofstream(elsewhere / "file") << "in the way";
+  JobHarness harness({}, elsewhere / "file");
+  harness.Run();
+  ASSERT_OK_AND_ASSIGN(const JobRecord submitted, harness.Submit(Options(), Chats(5)));
+  const JobRecord job = harness.WaitForEnd(submitted);
+  EXPECT_EQ(NameOf(job.state), "failed");
+  EXPECT_EQ(job.counts.rejected, 5);
+  EXPECT_THAT(job.message, HasSubstr("5 write"));
+  EXPECT_THAT(job.message, HasSubstr((elsewhere / "file").string()));
+}
+
+TEST(JobRunnerTest, FailedWriteWaitsAndGoesOnWhenMended) {
+  JobRunner::Options options;
+  options.retry_after = std::chrono::milliseconds(100);
+  JobHarness harness(options);
+  harness.Run();
+  // 16 × 4 boundaries × 2 bytes a row: a shard of 1 MiB holds 33 samples of 250 rows.
+  v1::JobOptions job_options = Options(1 << 20);
+  std::vector<v1::SampleInput> samples;
+  for (int i = 0; i < 130; ++i)
+    samples.push_back(IdsSample(fmt::format("s{}", i), std::vector<int32_t>(250, i + 1)));
+  harness.engine->faults.step = std::chrono::milliseconds(1);
+  ASSERT_OK_AND_ASSIGN(const JobRecord job, harness.Submit(job_options, samples));
+  harness.WaitUntil(job, [](const JobRecord& now) { return now.counts.stored > 0; });
+  // The third shard's name is taken by a folder: it cannot be created, like on a failing disk.
+  const auto folder = harness.folders().Folder(job.id);
+  const auto blocked = folder / "shard-000003.h5";
+  std::filesystem::create_directories(blocked / "x");
+  const JobRecord waiting =
+      harness.WaitUntil(job, [](const JobRecord& now) { return now.state == JobState::kWaiting; });
+  ASSERT_EQ(NameOf(waiting.state), "waiting");
+  EXPECT_THAT(waiting.message, HasSubstr("shard-000003.h5"));
+  EXPECT_THAT(waiting.message, HasSubstr("tries again"));
+  std::filesystem::remove_all(blocked);
+  const JobRecord done = harness.WaitForEnd(job);
+  EXPECT_EQ(done.counts.stored, 130);
+  EXPECT_EQ(harness.Checksums(job).size(), 130u);
+  EXPECT_EQ(harness.runner->buffered_bytes(), 0);
+}
+
+TEST(JobRunnerTest, OtherConfigurationMakesTheJobWaitAndNamesTheField) {
+  JobHarness harness;
+  ASSERT_OK_AND_ASSIGN(const JobRecord job, harness.Submit(Options(), Chats(4)));
+  harness.Restart();
+  harness.model.digest = "weights-2";
+  harness.Run();
+  ASSERT_OK_AND_ASSIGN(const JobRecord waiting, harness.store->GetJob(job.key));
+  EXPECT_EQ(NameOf(waiting.state), "waiting");
+  EXPECT_THAT(waiting.message, HasSubstr("weight_digest"));
+  EXPECT_THAT(waiting.message, HasSubstr("weights-1"));
+  EXPECT_THAT(waiting.message, HasSubstr("weights-2"));
+  harness.Restart();
+  harness.model.digest = "weights-1";
+  harness.model.inner_eps = 1e-6;
+  harness.Run();
+  EXPECT_THAT(harness.store->GetJob(job.key)->message, HasSubstr("inner_eps"));
+  harness.Restart();
+  harness.model.inner_eps = 1e-5;
+  harness.Run();
+  EXPECT_EQ(harness.WaitForEnd(job).counts.stored, 4);
+}
+
+TEST(JobRunnerTest, StartRemovesUnfinishedFilesAndTakesOverUnnotedShards) {
+  JobHarness harness;
+  harness.Run();
+  ASSERT_OK_AND_ASSIGN(const JobRecord job, harness.Submit(Options(), Chats(6)));
+  harness.WaitForEnd(job);
+  const auto expected = harness.Checksums(job);
+  harness.Stop();
+  // As if the server had been killed between the rename and the transaction.
+  {
+    ASSERT_OK_AND_ASSIGN(auto sql, SqlConnection::Open(harness.dir / "statetap.db",
+                                                       SqlConnection::Access::kReadWrite));
+    ASSERT_OK(sql.Execute(
+        "DELETE FROM shards; UPDATE samples SET state = 0, shard = NULL, row = NULL;"
+        "UPDATE jobs SET state = 2, stored = 0, to_do = 6, tokens = 0, generated = 0, bytes = 0"));
+  }
+  const auto folder = harness.folders().Folder(job.id);
+  std::ofstream(folder / "shard-000002.h5.partial") << "cut";
+  std::filesystem::copy_file(folder / "shard-000001.h5", folder / "shard-000007.h5");
+  std::ofstream(folder / "shard-000009.h5") << "no shard";
+  harness.Restart();
+  const int64_t steps = harness.engine->steps;
+  harness.Run();
+  const JobRecord now = harness.WaitForEnd(job);
+  EXPECT_EQ(NameOf(now.state), "succeeded");
+  EXPECT_EQ(harness.engine->steps, steps);
+  EXPECT_EQ(harness.Checksums(job), expected);
+  EXPECT_TRUE(std::filesystem::exists(folder / "shard-000001.h5"));
+  EXPECT_FALSE(std::filesystem::exists(folder / "shard-000002.h5.partial"));
+  EXPECT_FALSE(std::filesystem::exists(folder / "shard-000007.h5"));
+  EXPECT_FALSE(std::filesystem::exists(folder / "shard-000009.h5"));
+}
+
+TEST(JobRunnerTest, SmallJobDoesNotWaitForALargeOne) {
+  JobHarness harness;
+  harness.engine->faults.step = std::chrono::milliseconds(1);
+  harness.Run();
+  ASSERT_OK_AND_ASSIGN(const JobRecord large, harness.Submit(Options(), Chats(400)));
+  harness.WaitUntil(large, [](const JobRecord& now) { return now.state == JobState::kRunning; });
+  std::vector<v1::SampleInput> few = Chats(5);
+  v1::JobOptions options = Options();
+  options.set_seed(7);
+  ASSERT_OK_AND_ASSIGN(const JobRecord small, harness.Submit(options, few));
+  EXPECT_EQ(harness.WaitForEnd(small).counts.stored, 5);
+  EXPECT_GT(harness.store->GetJob(large.key)->counts.to_do, 200);
+}
+
+TEST(JobRunnerTest, HostBufferBoundsWhatRuns) {
+  JobRunner::Options options;
+  // Two samples of 256 rows × 4 boundaries × 16 × 2 bytes.
+  options.host_buffer_bytes = 2 * 256 * 4 * 16 * 2;
+  JobHarness harness(options);
+  harness.Run();
+  ASSERT_OK_AND_ASSIGN(const JobRecord job, harness.Submit(Options(), Chats(30)));
+  EXPECT_EQ(harness.WaitForEnd(job).counts.stored, 30);
+  EXPECT_LE(harness.engine->most_running, 2);
+
+  options.host_buffer_bytes = 1;  // one sample may always run
+  JobHarness narrow(options);
+  narrow.Run();
+  ASSERT_OK_AND_ASSIGN(const JobRecord other, narrow.Submit(Options(), Chats(5)));
+  EXPECT_EQ(narrow.WaitForEnd(other).counts.stored, 5);
+  EXPECT_EQ(narrow.engine->most_running, 1);
+}
+
+TEST(JobRunnerTest, FailedEngineMakesJobsWaitAndLosesNothing) {
+  JobHarness harness;
+  harness.engine->faults.step = std::chrono::milliseconds(1);
+  harness.Run();
+  ASSERT_OK_AND_ASSIGN(const JobRecord job, harness.Submit(Options(), Chats(50)));
+  harness.WaitUntil(job, [](const JobRecord& now) { return now.state == JobState::kRunning; });
+  harness.engine->faults.fail = true;
+  const JobRecord waiting =
+      harness.WaitUntil(job, [](const JobRecord& now) { return now.state == JobState::kWaiting; });
+  EXPECT_THAT(waiting.message, HasSubstr("the engine has failed"));
+  EXPECT_THAT(harness.runner->Ask({}), StatusIs(absl::StatusCode::kUnavailable, "a rank"));
+  harness.Restart();
+  harness.Run();
+  EXPECT_EQ(harness.WaitForEnd(job).counts.stored, 50);
+}
+
+TEST(JobRunnerTest, AnswersComeBeforeJobsAndStopWhenAbandoned) {
+  JobHarness harness;
+  harness.engine->faults.step = std::chrono::milliseconds(1);
+  harness.Run();
+  ASSERT_OK_AND_ASSIGN(const JobRecord job, harness.Submit(Options(), Chats(200)));
+  SampleTask task;
+  task.input_ids = {1, 2, 3};
+  task.generate = true;
+  task.max_new_tokens = 10;
+  task.max_length = 100;
+  ASSERT_OK_AND_ASSIGN(const auto answer, harness.runner->Ask(task));
+  int tokens = 0;
+  while (answer->Next()) ++tokens;
+  EXPECT_OK(answer->status());
+  EXPECT_EQ(tokens, 10);
+  EXPECT_GT(harness.store->GetJob(job.key)->counts.to_do, 100);
+
+  task.max_new_tokens = 1 << 20;
+  task.max_length = 1 << 20;
+  ASSERT_OK_AND_ASSIGN(const auto endless, harness.runner->Ask(task));
+  EXPECT_TRUE(endless->Next().has_value());
+  endless->Abandon();
+  while (endless->Next()) {
+  }
+  EXPECT_THAT(endless->status(), StatusIs(absl::StatusCode::kCancelled, ""));
+}
+
+}  // namespace
+}  // namespace statetap

@@ -1,0 +1,187 @@
+#include "server/store/job_store.h"
+
+#include "extractor/base/file.h"
+#include "tests/support/status_matchers.h"
+#include "tests/support/temp_dir.h"
+
+namespace statetap {
+namespace {
+
+using ::testing::HasSubstr;
+using testing::StatusIs;
+
+std::string NoDifference(std::string_view) { return "options differ"; }
+
+SampleRow Sample(std::string id, std::string digest = "d", int64_t line = 1) {
+  SampleRow sample;
+  sample.id = std::move(id);
+  sample.digest = std::move(digest);
+  sample.source_line = line;
+  sample.ids = {1, 2, 3};
+  sample.prompt_tokens = 3;
+  return sample;
+}
+
+// Every transaction recounts: a broken equation fails the call.
+class JobStoreTest : public ::testing::Test {
+ protected:
+  void SetUp() override { Reopen(); }
+  void Reopen() {
+    store_.reset();
+    auto store = JobStore::Open(dir_ / "statetap.db", {.verify_counts = true});
+    ASSERT_OK(store);
+    store_ = *std::move(store);
+  }
+  absl::StatusOr<JobRecord> Publish(std::vector<SampleRow> samples, std::string_view name = "job",
+                                    std::string_view options = "o") {
+    STATETAP_ASSIGN_OR_RETURN(const int64_t key, store_->CreateJob({.weight_digest = "w"}));
+    STATETAP_RETURN_IF_ERROR(store_->AddSamples(key, samples).status());
+    STATETAP_ASSIGN_OR_RETURN(JobStore::Published published,
+                              store_->PublishJob(key, name, options, NoDifference));
+    return std::move(published.job);
+  }
+  void ExpectCounts(int64_t key, JobState state, int64_t stored, int64_t rejected,
+                    int64_t cancelled, int64_t to_do) {
+    ASSERT_OK_AND_ASSIGN(const JobRecord job, store_->GetJob(key));
+    EXPECT_EQ(NameOf(job.state), NameOf(state));
+    EXPECT_EQ(job.counts.submitted, stored + rejected + cancelled + to_do);
+    EXPECT_EQ(job.counts.stored, stored);
+    EXPECT_EQ(job.counts.rejected, rejected);
+    EXPECT_EQ(job.counts.cancelled, cancelled);
+    EXPECT_EQ(job.counts.to_do, to_do);
+  }
+  absl::Status Commit(int64_t key, std::vector<int64_t> indices) {
+    std::vector<StoredSample> stored;
+    for (const int64_t index : indices) {
+      const auto position = static_cast<int64_t>(stored.size());
+      StoredSample sample;
+      sample.index = index;
+      sample.position = position;
+      sample.row = 4 * position;
+      sample.rows = 4;
+      sample.finish = "stop";
+      sample.generated = 1;
+      stored.push_back(sample);
+    }
+    STATETAP_ASSIGN_OR_RETURN(const int64_t seq, store_->NextShard(key));
+    const auto count = static_cast<int64_t>(stored.size());
+    return store_->CommitShard(
+        key, {seq, fmt::format("{}.h5", seq), count, 4 * count, 100, "digest"}, stored);
+  }
+
+  testing::TempDir dir_;
+  std::unique_ptr<JobStore> store_;
+};
+
+TEST_F(JobStoreTest, CountsAddUpThroughStoreRejectCancelAndReopen) {
+  std::vector<SampleRow> samples;
+  for (int i = 0; i < 10; ++i) samples.push_back(Sample(fmt::format("s{}", i)));
+  samples[4].rejection = Rejection{"too_long", {}, {}, "9 tokens"};
+  ASSERT_OK_AND_ASSIGN(const JobRecord job, Publish(samples));
+  ExpectCounts(job.key, JobState::kQueued, 0, 1, 0, 9);
+  ASSERT_OK(store_->MarkRunning(job.key));
+  ASSERT_OK(Commit(job.key, {0, 2}));
+  const std::vector<JobStore::RejectedSample> bad = {{3, {"non_finite", 2, 7, "NaN"}},
+                                                     {0, {"non_finite", 2, 7, "too late"}}};
+  ASSERT_OK(store_->Reject(job.key, bad));
+  ExpectCounts(job.key, JobState::kRunning, 2, 2, 0, 6);
+  Reopen();
+  ASSERT_OK_AND_ASSIGN(const auto to_do, store_->ToDo(job.key, -1, 100));
+  EXPECT_EQ(to_do.size(), 6u);
+  EXPECT_EQ(to_do[0].index, 1);
+  EXPECT_EQ(to_do[0].ids, (std::vector<int32_t>{1, 2, 3}));
+  ASSERT_OK(store_->CancelRest(job.key));
+  ExpectCounts(job.key, JobState::kCancelled, 2, 2, 6, 0);
+  ASSERT_OK_AND_ASSIGN(const auto rejected, store_->Rejected(job.key, -1, 100));
+  ASSERT_EQ(rejected.size(), 2u);
+  EXPECT_EQ(rejected[0].sample.rejection->layer, 2);
+  EXPECT_EQ(rejected[0].sample.rejection->token, 7);
+  EXPECT_EQ(rejected[1].sample.rejection->layer, std::nullopt);
+}
+
+TEST_F(JobStoreTest, JobEndsWithItsLastSample) {
+  ASSERT_OK_AND_ASSIGN(const JobRecord good, Publish({Sample("a"), Sample("b")}, "good"));
+  ASSERT_OK(Commit(good.key, {1}));
+  const std::vector<JobStore::RejectedSample> last = {{0, {"template", {}, {}, "no"}}};
+  ASSERT_OK(store_->Reject(good.key, last));
+  ExpectCounts(good.key, JobState::kSucceeded, 1, 1, 0, 0);
+
+  SampleRow sample = Sample("a");
+  sample.rejection = Rejection{"token_id", {}, 0, "id 9999"};
+  ASSERT_OK_AND_ASSIGN(const JobRecord bad, Publish({sample}, "bad"));
+  EXPECT_EQ(bad.state, JobState::kFailed);
+  EXPECT_THAT(bad.message, HasSubstr("1 token_id (id 9999)"));
+}
+
+TEST_F(JobStoreTest, CommitIsAllOrNothing) {
+  ASSERT_OK_AND_ASSIGN(const JobRecord job, Publish({Sample("a"), Sample("b"), Sample("c")}));
+  ASSERT_OK(Commit(job.key, {1}));
+  EXPECT_THAT(Commit(job.key, {0, 1}), StatusIs(absl::StatusCode::kFailedPrecondition, "sample 1"));
+  ExpectCounts(job.key, JobState::kQueued, 1, 0, 0, 2);
+  ASSERT_OK_AND_ASSIGN(const auto shards, store_->Shards(job.key));
+  EXPECT_EQ(shards.size(), 1u);
+}
+
+TEST_F(JobStoreTest, SameIdIsTheSameSampleOrRefused) {
+  ASSERT_OK_AND_ASSIGN(const int64_t key, store_->CreateJob({}));
+  const std::vector<SampleRow> batch = {Sample("a", "x", 1), Sample("a", "x", 2)};
+  ASSERT_OK_AND_ASSIGN(const JobStore::Added added, store_->AddSamples(key, batch));
+  EXPECT_EQ(added.added, 1);
+  EXPECT_EQ(added.duplicates, 1);
+  const std::vector<SampleRow> other = {Sample("b", "y", 3), Sample("a", "z", 9)};
+  EXPECT_THAT(store_->AddSamples(key, other),
+              StatusIs(absl::StatusCode::kInvalidArgument, "lines 1 and 9"));
+}
+
+TEST_F(JobStoreTest, NameIsIdempotent) {
+  ASSERT_OK_AND_ASSIGN(const JobRecord first, Publish({Sample("a"), Sample("b")}));
+  ASSERT_OK_AND_ASSIGN(const JobRecord again, Publish({Sample("a"), Sample("b")}));
+  EXPECT_EQ(first.id, again.id);
+  EXPECT_THAT(Publish({Sample("a"), Sample("c")}),
+              StatusIs(absl::StatusCode::kAlreadyExists, "sample 1 (\"c\")"));
+  EXPECT_THAT(Publish({Sample("a")}),
+              StatusIs(absl::StatusCode::kAlreadyExists, "1 samples here, 2 there"));
+  EXPECT_THAT(Publish({Sample("a"), Sample("b")}, "job", "p"),
+              StatusIs(absl::StatusCode::kAlreadyExists, "options differ"));
+  ASSERT_OK_AND_ASSIGN(const auto jobs, store_->ListJobs());
+  EXPECT_EQ(jobs.size(), 1u);
+}
+
+TEST_F(JobStoreTest, UnpublishedUploadLeavesNothing) {
+  ASSERT_OK_AND_ASSIGN(const int64_t key, store_->CreateJob({}));
+  ASSERT_OK(store_->AddSamples(key, std::vector<SampleRow>{Sample("a")}));
+  ASSERT_OK_AND_ASSIGN(const auto jobs, store_->ListJobs());
+  EXPECT_TRUE(jobs.empty());
+  Reopen();
+  EXPECT_THAT(store_->GetJob(key), StatusIs(absl::StatusCode::kNotFound, "gone"));
+}
+
+TEST_F(JobStoreTest, GroupsAcknowledgeApart) {
+  ASSERT_OK_AND_ASSIGN(const JobRecord job, Publish({Sample("a"), Sample("b"), Sample("c")}));
+  ASSERT_OK(Commit(job.key, {2, 0}));
+  ASSERT_OK(Commit(job.key, {1}));
+  ASSERT_OK(store_->Acknowledge(job.key, "g", std::vector<int64_t>{2}));
+  ASSERT_OK(store_->Acknowledge(job.key, "g", std::vector<int64_t>{2}));
+  Reopen();
+  ASSERT_OK_AND_ASSIGN(const auto rest, store_->Unacknowledged(job.key, "g", 0, -1, 10));
+  ASSERT_EQ(rest.size(), 2u);
+  EXPECT_EQ(rest[0].index, 0);
+  EXPECT_EQ(rest[0].shard, 1);
+  EXPECT_EQ(rest[1].index, 1);
+  EXPECT_EQ(*store_->CountUnacknowledged(job.key, "g"), 2);
+  EXPECT_EQ(*store_->CountUnacknowledged(job.key, "h"), 3);
+}
+
+TEST_F(JobStoreTest, RefusesAFileThatIsNoStoreOrIsNewer) {
+  ASSERT_OK(WriteFileAtomically(dir_ / "text.db", std::string(4096, 'x')));
+  EXPECT_THAT(JobStore::Open(dir_ / "text.db", {}),
+              StatusIs(absl::StatusCode::kDataLoss, "text.db"));
+  ASSERT_OK_AND_ASSIGN(auto newer,
+                       SqlConnection::Open(dir_ / "newer.db", SqlConnection::Access::kReadWrite));
+  ASSERT_OK(newer.Execute("PRAGMA user_version = 99"));
+  EXPECT_THAT(JobStore::Open(dir_ / "newer.db", {}),
+              StatusIs(absl::StatusCode::kFailedPrecondition, "version 99"));
+}
+
+}  // namespace
+}  // namespace statetap
