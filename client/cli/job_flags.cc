@@ -73,6 +73,12 @@ absl::Status SetCapture(const JobFlags& flags, v1::JobOptions& options) {
   }
   if (flags.too_long == "truncate") options.set_too_long(v1::TOO_LONG_TRUNCATE);
   if (flags.too_long == "reject") options.set_too_long(v1::TOO_LONG_REJECT);
+  if (flags.eval_fraction) {
+    if (!(*flags.eval_fraction >= 0 && *flags.eval_fraction < 1))
+      return Bad("--eval-fraction", fmt::format("{}", *flags.eval_fraction),
+                 "give 0 or more, less than 1");
+    options.set_eval_fraction(*flags.eval_fraction);
+  }
   if (!flags.logprobs.empty()) {
     STATETAP_ASSIGN_OR_RETURN(const bool on, Switch("--logprobs", flags.logprobs));
     options.set_logprobs(on);
@@ -162,6 +168,9 @@ void AddCaptureFlags(CLI::App& app, JobFlags& flags) {
   app.add_option("--logprobs", flags.logprobs,
                  "Keep log-probability and entropy, on or off [on for sampled tokens]")
       ->check(CLI::IsMember({"on", "off"}))
+      ->group("Capture");
+  app.add_option("--eval-fraction", flags.eval_fraction,
+                 "Share of samples that are marked for evaluation, by a hash of their ids [0]")
       ->group("Capture");
   app.add_option("--shard-bytes", flags.shard_bytes, "Size at which a shard is closed [4GiB]")
       ->group("Capture");

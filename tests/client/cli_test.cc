@@ -224,6 +224,7 @@ TEST_F(CliTest, OptionsReachTheServer) {
   EXPECT_EQ(options.keep_reasoning(), "all");
   EXPECT_FALSE(options.logprobs());
   EXPECT_EQ(options.shard_bytes(), 2u << 20);
+  EXPECT_EQ(options.eval_fraction(), 0.25);
   EXPECT_EQ(options.mode(), v1::JOB_MODE_PREFILL);
 }
 
@@ -240,6 +241,7 @@ TEST_F(CliTest, OptionsOutOfRangeAreWrongUsage) {
                                              {"--top-p", "1.1"},
                                              {"--thinking", "maybe"},
                                              {"--mode", "both"},
+                                             {"--eval-fraction", "1"},
                                              {"--taps", "2,2"},
                                              {"--taps", "5,2"},
                                              {"--taps", "2,"},
