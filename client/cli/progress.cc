@@ -38,6 +38,7 @@ std::string DescribeProgress(const v1::Job& job) {
   if (counts.rejected() > 0) text += fmt::format(" · {} rejected", FormatCount(counts.rejected()));
   if (counts.cancelled() > 0)
     text += fmt::format(" · {} cancelled", FormatCount(counts.cancelled()));
+  if (counts.running() > 0) text += fmt::format(" · {} running", FormatCount(counts.running()));
   if (job.state() != v1::JOB_STATE_RUNNING)
     text += " · " + EnumName(*v1::JobState_descriptor()->FindValueByNumber(job.state()));
   if (job.tokens_per_second() > 0)

@@ -224,6 +224,7 @@ TEST_F(CliTest, OptionsReachTheServer) {
   EXPECT_EQ(options.keep_reasoning(), "all");
   EXPECT_FALSE(options.logprobs());
   EXPECT_EQ(options.shard_bytes(), 2u << 20);
+  EXPECT_EQ(options.eval_fraction(), 0.25);
   EXPECT_EQ(options.mode(), v1::JOB_MODE_PREFILL);
 }
 
@@ -240,6 +241,7 @@ TEST_F(CliTest, OptionsOutOfRangeAreWrongUsage) {
                                              {"--top-p", "1.1"},
                                              {"--thinking", "maybe"},
                                              {"--mode", "both"},
+                                             {"--eval-fraction", "1"},
                                              {"--taps", "2,2"},
                                              {"--taps", "5,2"},
                                              {"--taps", "2,"},
@@ -278,6 +280,8 @@ TEST_F(CliTest, TyposGetASuggestion) {
   EXPECT_EQ(Run({"show"}).code, kExitUsage);
   EXPECT_EQ(Run({"list", "extra"}).code, kExitUsage);
   EXPECT_EQ(Run({}).code, kExitUsage);
+  EXPECT_THAT(Run({"show", "list"}).err, HasSubstr("no job \"list\""))
+      << "a job may be named like a command";
   EXPECT_TRUE(server_.jobs.jobs().empty());
 }
 

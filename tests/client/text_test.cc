@@ -127,6 +127,7 @@ v1::Job RunningJob() {
   job.mutable_counts()->set_stored(31);
   job.mutable_counts()->set_rejected(1);
   job.mutable_counts()->set_to_do(32);
+  job.mutable_counts()->set_running(8);
   job.set_tokens_per_second(87.3);
   job.set_eta_seconds(35);
   return job;
@@ -141,7 +142,7 @@ TEST(ProgressTest, BarFillsByEighths) {
 }
 
 TEST(ProgressTest, DescribesCountsRateAndEta) {
-  EXPECT_EQ(DescribeProgress(RunningJob()), "31/64 stored · 1 rejected · 87 tok/s · ETA 0:35");
+  EXPECT_EQ(DescribeProgress(RunningJob()), "31/64 stored · 1 rejected · 8 running · 87 tok/s · ETA 0:35");
 }
 
 TEST(ProgressTest, FitsTheTerminal) {
@@ -155,7 +156,7 @@ TEST(ProgressTest, PlainLinesHaveNoControlCharactersAndQuietSaysNothing) {
   Progress(lines, Progress::Style::kLines, 80).Show(RunningJob());
   Progress(quiet, Progress::Style::kQuiet, 80).Show(RunningJob());
   Progress(bar, Progress::Style::kBar, 80).Show(RunningJob());
-  EXPECT_EQ(lines.str(), "31/64 stored · 1 rejected · 87 tok/s · ETA 0:35\n");
+  EXPECT_EQ(lines.str(), "31/64 stored · 1 rejected · 8 running · 87 tok/s · ETA 0:35\n");
   EXPECT_EQ(quiet.str(), "");
   EXPECT_TRUE(bar.str().ends_with("\r\x1b[K")) << "the bar is cleared at the end";
 }
