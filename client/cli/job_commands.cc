@@ -3,6 +3,7 @@
 #include "client/cli/job_text.h"
 #include "client/cli/table.h"
 #include "client/lib/proto_json.h"
+#include "extractor/base/json.h"
 
 namespace statetap {
 namespace {

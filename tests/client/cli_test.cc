@@ -4,6 +4,7 @@
 
 #include "client/cli/command.h"
 #include "client/cli/job_flags.h"
+#include "extractor/base/json.h"
 #include "tests/client/fake_server.h"
 #include "tests/support/status_matchers.h"
 #include "tests/support/temp_dir.h"
