@@ -97,6 +97,10 @@ int ExitCodeOf(const absl::Status& status) {
   }
 }
 
+std::string RefuseNegative(const std::string& text) {
+  return text.starts_with("-") ? fmt::format("{} is negative; give 0 or more", text) : "";
+}
+
 std::vector<Command> AllCommands() {
   std::vector<Command> commands = {SubmitCommand()};
   const auto add = [&](std::vector<Command> more) {
@@ -130,7 +134,7 @@ int RunApp(const std::vector<std::string>& arguments, Context& context) {
   std::vector<std::pair<CLI::App*, Runner>> runners;
   for (const Command& command : commands) {
     CLI::App* part = app.add_subcommand(command.name, command.help);
-    part->footer(command.examples);
+    part->footer(command.examples + "\n\nWith every command: --server HOST:PORT, --json, --quiet.");
     part->fallthrough();
     runners.emplace_back(part, command.declare(*part));
   }
@@ -139,7 +143,7 @@ int RunApp(const std::vector<std::string>& arguments, Context& context) {
     app.parse(reversed);
   } catch (const CLI::CallForHelp&) {
     const CLI::App* command = ParsedCommand(app);
-    context.out << (command == nullptr ? app.help() : command->help());
+    context.out << (command == nullptr ? app.help() : command->help("statetap"));
     return kExitDone;
   } catch (const CLI::CallForVersion&) {
     context.out << fmt::format("statetap {}\n", kVersion);

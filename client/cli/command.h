@@ -82,6 +82,9 @@ int ExitCodeOf(const absl::Status& status);
 
 std::vector<Command> AllCommands();
 
+// For unsigned options: the library would read -1 as 2^64 - 1.
+std::string RefuseNegative(const std::string& text);
+
 // Runs `arguments` (without the program's name) and returns the exit code. Never throws.
 int RunApp(const std::vector<std::string>& arguments, Context& context);
 

@@ -4,6 +4,7 @@
 #include <charconv>
 #include <limits>
 
+#include "client/cli/command.h"
 #include "client/cli/format.h"
 
 namespace statetap {
@@ -72,6 +73,12 @@ absl::Status SetCapture(const JobFlags& flags, v1::JobOptions& options) {
   }
   if (flags.too_long == "truncate") options.set_too_long(v1::TOO_LONG_TRUNCATE);
   if (flags.too_long == "reject") options.set_too_long(v1::TOO_LONG_REJECT);
+  if (flags.eval_fraction) {
+    if (!(*flags.eval_fraction >= 0 && *flags.eval_fraction < 1))
+      return Bad("--eval-fraction", fmt::format("{}", *flags.eval_fraction),
+                 "give 0 or more, less than 1");
+    options.set_eval_fraction(*flags.eval_fraction);
+  }
   if (!flags.logprobs.empty()) {
     STATETAP_ASSIGN_OR_RETURN(const bool on, Switch("--logprobs", flags.logprobs));
     options.set_logprobs(on);
@@ -114,42 +121,59 @@ void AddTextFlags(CLI::App& app, JobFlags& flags) {
   app.add_option("--mode", flags.mode,
                  "generate: the model answers; prefill: the text is given [generate for open chats "
                  "and prompts, prefill for ids and finished chats]")
-      ->check(CLI::IsMember({"generate", "prefill"}));
+      ->check(CLI::IsMember({"generate", "prefill"}))
+      ->group("Text");
   app.add_option("--template", flags.template_name,
-                 "auto, kimi-k2.5, kimi-k2-thinking, kimi-k2-instruct or none [auto]");
+                 "auto, kimi-k2.5, kimi-k2-thinking, kimi-k2-instruct or none [auto]")
+      ->group("Text");
   app.add_option("--thinking", flags.thinking, "on or off; a line may say its own [on]")
-      ->check(CLI::IsMember({"on", "off"}));
+      ->check(CLI::IsMember({"on", "off"}))
+      ->group("Text");
   app.add_option("--keep-reasoning", flags.keep_reasoning,
                  "Which earlier answers keep their reasoning: none, tool_loop, last or all "
                  "[tool_loop; last for finished chats]")
-      ->check(CLI::IsMember({"none", "tool_loop", "last", "all"}));
-  app.add_option("--turns", flags.turns,
-                 "Which answers of a finished chat are learned from [last]");
+      ->check(CLI::IsMember({"none", "tool_loop", "last", "all"}))
+      ->group("Text");
+  app.add_option("--turns", flags.turns, "Which answers of a finished chat are learned from [last]")
+      ->group("Text");
 }
 
 void AddSamplingFlags(CLI::App& app, JobFlags& flags) {
   app.add_option("--max-new-tokens", flags.max_new_tokens,
-                 "Most tokens of an answer [up to --max-length]");
-  app.add_option("--temperature", flags.temperature,
-                 "0 is greedy [1.0 with thinking, 0.6 without]");
-  app.add_option("--top-p", flags.top_p, "Nucleus [0.95]");
-  app.add_option("--seed", flags.seed, "Of the sampling [0]");
+                 "Most tokens of an answer [up to --max-length]")
+      ->group("Sampling");
+  app.add_option("--temperature", flags.temperature, "0 is greedy [1.0 with thinking, 0.6 without]")
+      ->group("Sampling");
+  app.add_option("--top-p", flags.top_p, "Nucleus [0.95]")->group("Sampling");
+  app.add_option("--seed", flags.seed, "Of the sampling [0]")
+      ->check(RefuseNegative)
+      ->group("Sampling");
 }
 
 void AddCaptureFlags(CLI::App& app, JobFlags& flags) {
   app.add_option("--name", flags.name,
-                 "Job's name; the same name, content and options are the same job [file's name]");
+                 "Job's name; the same name, content and options are the same job [file's name]")
+      ->group("Capture");
   app.add_option("--taps", flags.taps,
                  "Boundaries to capture, as 2,30,58, or output:1,29,57 for the same as outputs of "
-                 "layers, or eagle3 [2, N/2, N-3 of N layers]");
-  app.add_flag("--no-final", flags.no_final, "Do not keep the state before the final norm");
-  app.add_option("--max-length", flags.max_length, "Prompt plus answer, in tokens [8192]");
+                 "layers, or eagle3 [2, N/2, N-3 of N layers]")
+      ->group("Capture");
+  app.add_flag("--no-final", flags.no_final, "Do not keep the state before the final norm")
+      ->group("Capture");
+  app.add_option("--max-length", flags.max_length, "Prompt plus answer, in tokens [8192]")
+      ->group("Capture");
   app.add_option("--too-long", flags.too_long, "reject or truncate (prefill only) [reject]")
-      ->check(CLI::IsMember({"reject", "truncate"}));
+      ->check(CLI::IsMember({"reject", "truncate"}))
+      ->group("Capture");
   app.add_option("--logprobs", flags.logprobs,
                  "Keep log-probability and entropy, on or off [on for sampled tokens]")
-      ->check(CLI::IsMember({"on", "off"}));
-  app.add_option("--shard-bytes", flags.shard_bytes, "Size at which a shard is closed [4GiB]");
+      ->check(CLI::IsMember({"on", "off"}))
+      ->group("Capture");
+  app.add_option("--eval-fraction", flags.eval_fraction,
+                 "Share of samples that are marked for evaluation, by a hash of their ids [0]")
+      ->group("Capture");
+  app.add_option("--shard-bytes", flags.shard_bytes, "Size at which a shard is closed [4GiB]")
+      ->group("Capture");
 }
 
 absl::StatusOr<v1::JobOptions> OptionsFrom(const JobFlags& flags) {

@@ -21,6 +21,7 @@ struct JobFlags {
   std::string name, taps, too_long, shard_bytes, logprobs;
   bool no_final = false;
   std::optional<int64_t> max_length;
+  std::optional<double> eval_fraction;
 };
 
 void AddTextFlags(CLI::App& app, JobFlags& flags);

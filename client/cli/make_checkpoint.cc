@@ -47,7 +47,7 @@ Command MakeCheckpointCommand() {
             ->check(CLI::IsMember({"tiny", "mid", "kimi-k2.5"}));
         app.add_option("--layers", flags->options.layers, "Decoder layers [the preset's]")
             ->check(CLI::PositiveNumber);
-        app.add_option("--seed", flags->options.seed, "Of the weights [0]");
+        app.add_option("--seed", flags->options.seed, "Of the weights [0]")->check(RefuseNegative);
         return [=](Context& context) { return Make(context, *flags); };
       }};
 }

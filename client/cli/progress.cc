@@ -38,6 +38,7 @@ std::string DescribeProgress(const v1::Job& job) {
   if (counts.rejected() > 0) text += fmt::format(" · {} rejected", FormatCount(counts.rejected()));
   if (counts.cancelled() > 0)
     text += fmt::format(" · {} cancelled", FormatCount(counts.cancelled()));
+  if (counts.running() > 0) text += fmt::format(" · {} running", FormatCount(counts.running()));
   if (job.state() != v1::JOB_STATE_RUNNING)
     text += " · " + EnumName(*v1::JobState_descriptor()->FindValueByNumber(job.state()));
   if (job.tokens_per_second() > 0)
@@ -59,11 +60,13 @@ std::string FormatProgress(const v1::Job& job, int width) {
   return fmt::format("▕{}▏ {}", Bar(share, bar), text);
 }
 
-bool Progress::Due() {
+bool Progress::Due(First first) {
   if (style_ == Style::kQuiet) return false;
   const auto now = std::chrono::steady_clock::now();
-  if (now - last_ < (style_ == Style::kBar ? kRedraw : kLineEvery)) return false;
+  const bool at_once = !shown_ && first == First::kAtOnce;
+  if (!at_once && now - last_ < (style_ == Style::kBar ? kRedraw : kLineEvery)) return false;
   last_ = now;
+  shown_ = true;
   return true;
 }
 
@@ -80,7 +83,7 @@ void Progress::ShowText(const std::string& text) {
 }
 
 void Progress::Show(const v1::Job& job) {
-  if (!Due()) return;
+  if (!Due(First::kAtOnce)) return;
   ShowText(style_ == Style::kBar ? FormatProgress(job, width_ - 1) : DescribeProgress(job));
 }
 
@@ -91,13 +94,13 @@ void Progress::ShowShare(std::string_view text, int64_t done, int64_t total) {
 }
 
 void Progress::ShowBytes(std::string_view what, int64_t done, int64_t total) {
-  if (!Due()) return;
+  if (!Due(First::kLater)) return;
   const std::string of = total > 0 ? " of " + FormatBytes(total) : "";
   ShowShare(fmt::format("{} {}{}", what, FormatBytes(done), of), done, total);
 }
 
 void Progress::ShowCount(std::string_view what, int64_t done, int64_t total) {
-  if (!Due()) return;
+  if (!Due(First::kLater)) return;
   const std::string of = total > 0 ? " of " + FormatCount(total) : "";
   ShowShare(fmt::format("{} {}{}", what, FormatCount(done), of), done, total);
 }

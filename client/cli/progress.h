@@ -37,14 +37,17 @@ class Progress {
   void Clear();
 
  private:
-  bool Due();
+  // Not more often than people can read; what is over at once is not shown at all.
+  enum class First { kAtOnce, kLater };
+  bool Due(First first);
   void ShowShare(std::string_view text, int64_t done, int64_t total);
   std::ostream& err_;
   Style style_;
   int width_;
   bool drawn_ = false;
   std::string last_line_;
-  std::chrono::steady_clock::time_point last_{};
+  bool shown_ = false;
+  std::chrono::steady_clock::time_point last_ = std::chrono::steady_clock::now();
 };
 
 }  // namespace statetap

@@ -96,18 +96,17 @@ class Meter {
 // Writes what the receiver gives and acknowledges what is durable here.
 class LocalCopy {
  public:
-  LocalCopy(FeatureReceiver& receiver, fs::path out, ShardConfig config, int next_shard,
-            int64_t shard_bytes)
+  LocalCopy(FeatureReceiver& receiver, fs::path out, int next_shard, int64_t shard_bytes)
       : receiver_(receiver),
         out_(std::move(out)),
-        config_(std::move(config)),
         next_shard_(next_shard),
         shard_bytes_(shard_bytes) {}
 
   absl::Status Write(const ReceivedSample& sample) {
     if (writer_ == nullptr) {
+      STATETAP_ASSIGN_OR_RETURN(const ShardConfig config, ShardConfigOf(receiver_.header()));
       STATETAP_ASSIGN_OR_RETURN(
-          writer_, ShardWriter::Create(out_ / ShardName(config_.job, next_shard_++), config_, {}));
+          writer_, ShardWriter::Create(out_ / ShardName(config.job, next_shard_++), config, {}));
     }
     const std::vector<std::span<const uint16_t>> states(sample.states.begin(), sample.states.end());
     STATETAP_RETURN_IF_ERROR(writer_->Append(sample.record, states));
@@ -128,7 +127,6 @@ class LocalCopy {
  private:
   FeatureReceiver& receiver_;
   fs::path out_;
-  ShardConfig config_;
   int next_shard_;
   int64_t shard_bytes_;
   std::unique_ptr<ShardWriter> writer_;
@@ -160,15 +158,15 @@ absl::Status StreamJob(Context& context, const StreamFlags& flags, const std::st
   start.set_job(state.id());
   std::vector<int> boundaries(start.boundaries().begin(), start.boundaries().end());
   if (boundaries.empty()) boundaries.assign(state.boundaries().begin(), state.boundaries().end());
-  STATETAP_ASSIGN_OR_RETURN(LocalPart part, ScanFolder(flags.out, state.id(), boundaries));
+  STATETAP_ASSIGN_OR_RETURN(const LocalPart part, ScanFolder(flags.out, state.id(), boundaries));
   const size_t had = part.ids.size();
-  STATETAP_ASSIGN_OR_RETURN(const auto receiver,
-                            FeatureReceiver::Open(*client, start, std::move(part.ids)));
-  STATETAP_ASSIGN_OR_RETURN(ShardConfig config, ShardConfigOf(receiver->header()));
-  config.job = state.id();
-  LocalCopy copy(*receiver, flags.out, std::move(config), part.next_shard, shard_bytes);
-  Meter meter;
   const auto progress = context.MakeProgress();
+  // The header comes with the first stored sample.
+  if (state.counts().stored() == 0 && !IsTerminal(state.state()))
+    progress->ShowText("waiting for the first shard");
+  STATETAP_ASSIGN_OR_RETURN(const auto receiver, FeatureReceiver::Open(*client, start, part.ids));
+  LocalCopy copy(*receiver, flags.out, part.next_shard, shard_bytes);
+  Meter meter;
   const absl::Status received =
       Receive(*receiver, copy, meter, *progress, receiver->header().remaining());
   progress->Clear();

@@ -125,6 +125,10 @@ absl::StatusOr<int> Submit(Context& context, const SubmitFlags& flags) {
   STATETAP_ASSIGN_OR_RETURN(
       const v1::Job job,
       Upload(*files, context, summary.samples, flags.skip_bad).Run(*client, options));
+  if (job.existed()) context.Say("the same job was submitted before; nothing runs twice");
+  if (job.duplicates() > 0)
+    context.Say(fmt::format("{} lines repeat an id with the same content and count once",
+                            FormatCount(job.duplicates())));
   // The id comes first and alone, so that it is known whatever happens while waiting.
   if (!context.json) context.out << job.id() << '\n' << std::flush;
   if (!flags.wait) {

@@ -231,7 +231,8 @@ Command ViewCommand() {
             app.add_option("ID", flags->id, "The sample's id");
             app.add_option("--random", flags->random, "N samples by chance instead")
                 ->check(CLI::PositiveNumber);
-            app.add_option("--seed", flags->seed, "Of that chance [another each time]");
+            app.add_option("--seed", flags->seed, "Of that chance [another each time]")
+                ->check(RefuseNegative);
             app.add_option("--model", flags->model,
                            "A checkpoint's folder, for the text of local shards");
             return [=](Context& context) { return View(context, *flags); };

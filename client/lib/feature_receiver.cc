@@ -140,14 +140,16 @@ struct FeatureReceiver::Stream {
 };
 
 FeatureReceiver::FeatureReceiver(Client& client, const v1::StreamStart& start,
-                                 std::unordered_set<std::string> known)
-    : client_(client), start_(start), known_(std::move(known)) {}
+                                 const std::unordered_set<std::string>& known)
+    : client_(client), start_(start) {
+  for (const std::string& id : known) sequences_[id] = 0;
+}
 
 FeatureReceiver::~FeatureReceiver() = default;
 
 absl::StatusOr<std::unique_ptr<FeatureReceiver>> FeatureReceiver::Open(
-    Client& client, const v1::StreamStart& start, std::unordered_set<std::string> known) {
-  std::unique_ptr<FeatureReceiver> receiver(new FeatureReceiver(client, start, std::move(known)));
+    Client& client, const v1::StreamStart& start, const std::unordered_set<std::string>& known) {
+  std::unique_ptr<FeatureReceiver> receiver(new FeatureReceiver(client, start, known));
   STATETAP_RETURN_IF_ERROR(receiver->Connect());
   return receiver;
 }
@@ -168,7 +170,7 @@ absl::Status FeatureReceiver::Connect() {
     return absl::DataLossError("the stream does not begin with its header");
   header_ = message.header();
   assembler_ = std::make_unique<SampleAssembler>(header_);
-  for (Unacked& sample : unacked_) sample.delivery = 0;
+  deliveries_.clear();
   return absl::OkStatus();
 }
 
@@ -212,33 +214,30 @@ absl::StatusOr<std::optional<ReceivedSample>> FeatureReceiver::Next() {
   }
 }
 
-// The sample that just became complete, or nothing where it was handed out before.
+void FeatureReceiver::SendCredit(const ReceivedSample& sample) {
+  uint64_t bytes = 0;
+  for (const auto& states : sample.states) bytes += states.size() * sizeof(uint16_t);
+  if (bytes == 0) return;
+  v1::StreamFeaturesRequest request;
+  request.set_credit_bytes(bytes);
+  stream_->rpc->Write(request);
+}
+
 absl::StatusOr<std::optional<ReceivedSample>> FeatureReceiver::Finished() {
   const uint64_t delivery = assembler_->delivery();
   STATETAP_ASSIGN_OR_RETURN(
       ReceivedSample sample,
       assembler_->Take(start_.boundaries().empty() ? SampleAssembler::Boundaries::kAll
                                                    : SampleAssembler::Boundaries::kSubset));
-  v1::StreamFeaturesRequest credit;
-  uint64_t bytes = 0;
-  for (const auto& states : sample.states) bytes += states.size() * sizeof(uint16_t);
-  credit.set_credit_bytes(bytes);
-  if (bytes > 0) stream_->rpc->Write(credit);
-
-  for (Unacked& unacked : unacked_) {
-    if (unacked.delivery != 0 || unacked.id != sample.record.id) continue;
-    unacked.delivery = delivery;
-    SendAck();
-    return std::nullopt;
+  SendCredit(sample);
+  const auto [place, is_new] = sequences_.try_emplace(sample.record.id, next_sequence_);
+  deliveries_[delivery] = place->second;
+  if (is_new) {
+    sample.sequence = next_sequence_++;
+    return sample;
   }
-  const bool known = known_.erase(sample.record.id) > 0;
-  sample.sequence = next_sequence_++;
-  unacked_.push_back({sample.record.id, sample.sequence, delivery});
-  if (!known) return sample;
   ++skipped_;
-  // Known ones come before all others of the group, as both follow the stored order; one that does
-  // not waits for those before it.
-  if (unacked_.front().sequence == sample.sequence) Ack(sample.sequence);
+  SendAck();
   return std::nullopt;
 }
 
@@ -247,13 +246,13 @@ void FeatureReceiver::Ack(uint64_t sequence) {
   SendAck();
 }
 
-// Acknowledges as far as this connection knows the deliveries.
+// An acknowledgement covers all deliveries before it, so it goes as far as all of them are done
+// with.
 void FeatureReceiver::SendAck() {
   uint64_t delivery = 0;
-  while (!unacked_.empty() && unacked_.front().sequence <= acked_sequence_ &&
-         unacked_.front().delivery != 0) {
-    delivery = unacked_.front().delivery;
-    unacked_.pop_front();
+  while (!deliveries_.empty() && deliveries_.begin()->second <= acked_sequence_) {
+    delivery = deliveries_.begin()->first;
+    deliveries_.erase(deliveries_.begin());
   }
   if (delivery == 0 || stream_ == nullptr) return;
   v1::StreamFeaturesRequest request;

@@ -6,10 +6,11 @@
 #pragma once
 
 #include <cstdint>
-#include <deque>
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
+#include <unordered_map>
 #include <unordered_set>
 #include <vector>
 
@@ -61,9 +62,10 @@ class FeatureReceiver {
  public:
   // `known`: ids that are already had; they are acknowledged and not handed out again.
   static absl::StatusOr<std::unique_ptr<FeatureReceiver>> Open(
-      Client& client, const v1::StreamStart& start, std::unordered_set<std::string> known);
+      Client& client, const v1::StreamStart& start, const std::unordered_set<std::string>& known);
   ~FeatureReceiver();
 
+  // Without hidden size and boundaries where the job has no stored sample.
   const v1::StreamHeader& header() const { return header_; }
   // The next sample; nothing once the server has sent all. Waits; breaks are mended for as long as
   // the client's patience lasts.
@@ -77,26 +79,26 @@ class FeatureReceiver {
 
  private:
   struct Stream;
-  struct Unacked {
-    std::string id;
-    uint64_t sequence = 0;
-    uint64_t delivery = 0;  // of this connection; 0: not sent again yet
-  };
   FeatureReceiver(Client& client, const v1::StreamStart& start,
-                  std::unordered_set<std::string> known);
+                  const std::unordered_set<std::string>& known);
   absl::Status Connect();
   // A message, or nothing at the end of the job; mends breaks.
   absl::StatusOr<bool> Read(v1::StreamFeaturesResponse& message);
+  // The sample that just became complete, or nothing where it was handed out before.
   absl::StatusOr<std::optional<ReceivedSample>> Finished();
+  void SendCredit(const ReceivedSample& sample);
   void SendAck();
 
   Client& client_;
   v1::StreamStart start_;
-  std::unordered_set<std::string> known_;
   v1::StreamHeader header_;
   std::unique_ptr<Stream> stream_;
   std::unique_ptr<SampleAssembler> assembler_;
-  std::deque<Unacked> unacked_;  // handed out, oldest first
+  // Sequence of every sample handed out, and 0 for those known before: after a break the server
+  // sends again what it had no acknowledgement for, in an order of its own.
+  std::unordered_map<std::string, uint64_t> sequences_;
+  std::map<uint64_t, uint64_t>
+      deliveries_;  // of this connection, not acknowledged: their sequences
   uint64_t next_sequence_ = 1;
   uint64_t acked_sequence_ = 0;
   int64_t skipped_ = 0, reconnects_ = 0;

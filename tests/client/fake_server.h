@@ -5,6 +5,7 @@
 #include <grpcpp/server.h>
 #include <grpcpp/server_builder.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cmath>
 #include <limits>
@@ -164,6 +165,8 @@ class FakeFeatures : public v1::Features::Service {
   std::atomic<bool> damage = false;   // flips a bit of every sample
   std::atomic<uint64_t> acked = 0;    // samples, over all streams of the group
   std::atomic<uint64_t> credit = 0;
+  int rotate = 0;              // a stream that does not break sends this many samples last
+  std::vector<uint64_t> acks;  // as they came; read after Close
 
   static SampleRecord RecordOf(int i) {
     const auto tokens = static_cast<size_t>(3 + i);
@@ -197,17 +200,23 @@ class FakeFeatures : public v1::Features::Service {
     const auto first = static_cast<int>(acked.load());
     WriteHeader(num_samples - first, [&](const auto& message) { stream->Write(message); });
     const int broken = break_after.exchange(-1);
-    for (int i = first; i < num_samples; ++i) {
-      if (broken >= 0 && i - first >= broken)
+    std::vector<int> order;
+    for (int i = first; i < num_samples; ++i) order.push_back(i);
+    // As a server that finds out late that an older stream is gone.
+    if (rotate > 0 && broken < 0) std::rotate(order.begin(), order.begin() + rotate, order.end());
+    for (size_t at = 0; at < order.size(); ++at) {
+      if (broken >= 0 && static_cast<int>(at) >= broken)
         return {grpc::StatusCode::UNAVAILABLE, "the server restarts"};
-      WriteSample(i, static_cast<uint64_t>(i - first + 1),
-                  [&](const auto& message) { stream->Write(message); });
+      WriteSample(order[at], at + 1, [&](const auto& message) { stream->Write(message); });
     }
     v1::StreamFeaturesResponse end;
     end.mutable_end()->set_samples(num_samples - first);
     stream->Write(end);
     while (stream->Read(&request)) {
-      if (request.has_ack()) acked = static_cast<uint64_t>(first) + request.ack().delivery();
+      if (request.has_ack()) {
+        acked = static_cast<uint64_t>(first) + request.ack().delivery();
+        acks.push_back(request.ack().delivery());
+      }
       if (request.message_case() == v1::StreamFeaturesRequest::kCreditBytes)
         credit += request.credit_bytes();
     }
@@ -274,7 +283,7 @@ class FakeFeatures : public v1::Features::Service {
     header.set_rms_norm_eps(1e-5);
     header.set_model_name("fake");
     header.set_model_digest("digest");
-    header.set_attributes_json(R"({"rope":"{\"theta\":10000}","template_mode":"instant"})");
+    header.set_attributes_json(R"({"rope_json":"{\"theta\":10000}","thinking":false})");
     header.set_remaining(remaining);
     write(message);
   }

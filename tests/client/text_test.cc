@@ -127,6 +127,7 @@ v1::Job RunningJob() {
   job.mutable_counts()->set_stored(31);
   job.mutable_counts()->set_rejected(1);
   job.mutable_counts()->set_to_do(32);
+  job.mutable_counts()->set_running(8);
   job.set_tokens_per_second(87.3);
   job.set_eta_seconds(35);
   return job;
@@ -141,7 +142,7 @@ TEST(ProgressTest, BarFillsByEighths) {
 }
 
 TEST(ProgressTest, DescribesCountsRateAndEta) {
-  EXPECT_EQ(DescribeProgress(RunningJob()), "31/64 stored · 1 rejected · 87 tok/s · ETA 0:35");
+  EXPECT_EQ(DescribeProgress(RunningJob()), "31/64 stored · 1 rejected · 8 running · 87 tok/s · ETA 0:35");
 }
 
 TEST(ProgressTest, FitsTheTerminal) {
@@ -155,7 +156,7 @@ TEST(ProgressTest, PlainLinesHaveNoControlCharactersAndQuietSaysNothing) {
   Progress(lines, Progress::Style::kLines, 80).Show(RunningJob());
   Progress(quiet, Progress::Style::kQuiet, 80).Show(RunningJob());
   Progress(bar, Progress::Style::kBar, 80).Show(RunningJob());
-  EXPECT_EQ(lines.str(), "31/64 stored · 1 rejected · 87 tok/s · ETA 0:35\n");
+  EXPECT_EQ(lines.str(), "31/64 stored · 1 rejected · 8 running · 87 tok/s · ETA 0:35\n");
   EXPECT_EQ(quiet.str(), "");
   EXPECT_TRUE(bar.str().ends_with("\r\x1b[K")) << "the bar is cleared at the end";
 }
@@ -181,8 +182,10 @@ TEST(PlotTest, KeepsToTheWidthAndOrdersBoundaries) {
   for (const int width : {40, 80, 200}) {
     const std::string rms = PlotRms(TwoBoundaries(), width);
     const std::string histograms = PlotHistograms(TwoBoundaries(), width);
-    for (const std::string& line : LinesOf(rms + histograms))
-      if (line.find("boundary") == std::string::npos) EXPECT_LE(DisplayWidth(line), width) << line;
+    for (const std::string& line : LinesOf(rms + histograms)) {
+      if (line.find("boundary") != std::string::npos) continue;  // the title
+      EXPECT_LE(DisplayWidth(line), width) << line;
+    }
     const std::vector<std::string> lines = LinesOf(rms);
     ASSERT_EQ(lines.size(), 4u);
     EXPECT_LT(DisplayWidth(lines[1].substr(0, lines[1].find("█"))),
