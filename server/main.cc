@@ -5,6 +5,7 @@
 
 #include <atomic>
 #include <cstdio>
+#include <cstdlib>
 #include <thread>
 
 #include "extractor/base/log.h"
@@ -94,6 +95,7 @@ int Main(int argc, char** argv) {
     std::fputs(arguments.text.c_str(), arguments.exit_code == 0 ? stdout : stderr);
     return arguments.exit_code;
   }
+  setenv("GRPC_VERBOSITY", "NONE", /*overwrite=*/0);  // what goes wrong is said by us, once
   SignalWaiter signals;
   const absl::Status status = Serve(*arguments.config, signals);
   if (status.ok()) return 0;

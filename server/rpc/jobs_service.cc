@@ -58,6 +58,7 @@ absl::StatusOr<v1::Job> JobsService::Describe(const JobRecord& job) const {
 
 absl::StatusOr<v1::Job> JobsService::Upload(grpc::ServerContext& call,
                                             grpc::ServerReader<v1::CreateJobRequest>& reader) {
+  STATETAP_RETURN_IF_ERROR(context_.runner.engine_status());
   std::optional<Admission> admission;
   v1::CreateJobRequest request;
   while (reader.Read(&request)) {

@@ -399,6 +399,53 @@ TEST_F(ServerTest, WatchersAndStreamsEndWhenTheServerDrains) {
   EXPECT_EQ(stream->Finish().error_code(), grpc::StatusCode::UNAVAILABLE);
 }
 
+TEST_F(ServerTest, QuietClientThatPingsOftenIsNotCut) {
+  engine_->faults.step = std::chrono::milliseconds(20);
+  v1::Job job;
+  ASSERT_TRUE(Submit({}, Chats(100), &job).ok());
+  grpc::ChannelArguments arguments;
+  arguments.SetInt(GRPC_ARG_KEEPALIVE_TIME_MS, 200);
+  arguments.SetInt(GRPC_ARG_KEEPALIVE_PERMIT_WITHOUT_CALLS, 1);
+  arguments.SetInt(GRPC_ARG_HTTP2_MAX_PINGS_WITHOUT_DATA, 0);
+  arguments.SetInt(GRPC_ARG_USE_LOCAL_SUBCHANNEL_POOL, 1);
+  const auto channel = grpc::CreateCustomChannel(server_->grpc_address(),
+                                                 grpc::InsecureChannelCredentials(), arguments);
+  const auto features = v1::Features::NewStub(channel);
+  grpc::ClientContext context;
+  auto stream = features->StreamFeatures(&context);
+  v1::StreamFeaturesRequest request;
+  request.mutable_start()->set_job(job.id());
+  request.mutable_start()->set_follow(true);
+  stream->Write(request);
+  std::this_thread::sleep_for(std::chrono::milliseconds(2500));  // a dozen pings, no data
+  EXPECT_EQ(channel->GetState(false), GRPC_CHANNEL_READY);
+  grpc::ClientContext cancel;
+  v1::GetJobRequest which;
+  which.set_job(job.id());
+  ASSERT_TRUE(jobs_->CancelJob(&cancel, which, &job).ok());
+  stream->WritesDone();
+  v1::StreamFeaturesResponse response;
+  while (stream->Read(&response)) {
+  }
+  const grpc::Status status = stream->Finish();
+  EXPECT_TRUE(status.ok()) << status.error_message();
+}
+
+TEST_F(ServerTest, FailedEngineIsUnavailable) {
+  engine_->faults.fail = true;
+  v1::Job job;
+  Submit({}, Chats(1), &job).ok();
+  for (int i = 0; i < 500 && server_->runner().engine_status().ok(); ++i)
+    std::this_thread::sleep_for(std::chrono::milliseconds(5));
+  const grpc::Status status = Submit({}, Chats(2), &job);
+  EXPECT_EQ(status.error_code(), grpc::StatusCode::UNAVAILABLE);
+  EXPECT_THAT(status.error_message(), HasSubstr("a rank has failed"));
+  httplib::Client client("http://" + server_->http_address());
+  const auto health = client.Get("/healthz");
+  ASSERT_TRUE(health);
+  EXPECT_EQ(health->status, 503);
+}
+
 TEST_F(ServerTest, HttpTellsHealthAndMetrics) {
   const auto where = server_->http_address();
   httplib::Client client("http://" + where);
