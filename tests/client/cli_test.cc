@@ -206,6 +206,8 @@ TEST_F(CliTest, OptionsReachTheServer) {
                                "off",
                                "--shard-bytes",
                                "2MiB",
+                               "--eval-fraction",
+                               "0.25",
                                "--mode",
                                "prefill"});
   ASSERT_EQ(outcome.code, kExitDone) << outcome.err;
