@@ -7,6 +7,8 @@ namespace statetap {
 namespace {
 
 constexpr int kMaxDepth = 512;
+// Objects keep their order in a list, so filling one costs the square of its keys.
+constexpr size_t kMaxKeys = 4096;
 
 }  // namespace
 
@@ -14,26 +16,27 @@ absl::StatusOr<Json> ParseJson(std::string_view text) {
   std::vector<std::unordered_set<std::string>> keys;
   std::string fault;
   const auto callback = [&](int depth, Json::parse_event_t event, Json& parsed) {
+    // Once the text is refused, nothing more of it is kept.
+    if (!fault.empty()) return false;
     switch (event) {
       case Json::parse_event_t::object_start:
-        if (depth > kMaxDepth && fault.empty())
-          fault = fmt::format("nested more than {} levels deep", kMaxDepth);
+        if (depth > kMaxDepth) fault = fmt::format("nested more than {} levels deep", kMaxDepth);
         keys.emplace_back();
         break;
       case Json::parse_event_t::object_end: keys.pop_back(); break;
       case Json::parse_event_t::array_start:
-        if (depth > kMaxDepth && fault.empty())
-          fault = fmt::format("nested more than {} levels deep", kMaxDepth);
+        if (depth > kMaxDepth) fault = fmt::format("nested more than {} levels deep", kMaxDepth);
         break;
       case Json::parse_event_t::key: {
         const auto& key = parsed.get_ref<const std::string&>();
-        if (!keys.back().insert(key).second && fault.empty())
-          fault = fmt::format("key \"{}\" is given twice", key);
+        if (!keys.back().insert(key).second) fault = fmt::format("key \"{}\" is given twice", key);
+        if (keys.back().size() > kMaxKeys)
+          fault = fmt::format("an object has more than {} keys", kMaxKeys);
         break;
       }
       default: break;
     }
-    return true;
+    return fault.empty();
   };
   try {
     Json value = Json::parse(text.begin(), text.end(), callback);
@@ -46,6 +49,9 @@ absl::StatusOr<Json> ParseJson(std::string_view text) {
       what.remove_prefix(end + 2);
     return absl::InvalidArgumentError(
         fmt::format("no valid JSON at byte {}: {}", error.byte, what));
+  } catch (const Json::out_of_range&) {
+    return absl::InvalidArgumentError(
+        "JSON: a number is too large for a double (like 1e400); give it as a string");
   }
 }
 

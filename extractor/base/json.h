@@ -13,7 +13,7 @@ using Json = nlohmann::ordered_json;
 
 // Parses one JSON value that fills `text`. INVALID_ARGUMENT with the byte offset for bad syntax,
 // bad UTF-8, a key given twice in an object (which reader wins differs between libraries, so we
-// refuse), or nesting beyond 512 levels.
+// refuse), nesting beyond 512 levels, or more than 4096 keys in one object.
 absl::StatusOr<Json> ParseJson(std::string_view text);
 
 // The member, or null where it is missing or holds null.

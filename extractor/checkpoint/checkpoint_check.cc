@@ -2,11 +2,10 @@
 
 #include <array>
 #include <cstring>
-#include <optional>
 
-#include "extractor/base/file.h"
 #include "extractor/checkpoint/fault_list.h"
 #include "extractor/checkpoint/int4.h"
+#include "extractor/checkpoint/scattered_read.h"
 #include "extractor/checkpoint/tensor_inventory.h"
 
 namespace statetap {
@@ -28,19 +27,14 @@ absl::Status CheckGroups(const ModelConfig& c) {
 }
 
 // The two numbers of a weight_shape tensor, which is [2] of int32 or int64.
-absl::StatusOr<std::array<int64_t, 2>> ReadShape(const File& file, const TensorInfo& tensor) {
-  std::array<std::byte, 16> bytes;
-  STATETAP_RETURN_IF_ERROR(
-      file.ReadAt(tensor.offset, std::span(bytes).first(static_cast<size_t>(tensor.size_bytes))));
+using ShapeBytes = std::array<std::byte, 16>;
+std::array<int64_t, 2> ShapeOf(const ShapeBytes& bytes, DType dtype) {
   std::array<int64_t, 2> shape;
-  if (tensor.dtype == DType::kI64) {
-    std::memcpy(shape.data(), bytes.data(), sizeof(shape));
-  } else {
-    std::array<int32_t, 2> narrow;
-    std::memcpy(narrow.data(), bytes.data(), sizeof(narrow));
-    shape = {narrow[0], narrow[1]};
-  }
-  return shape;
+  std::memcpy(shape.data(), bytes.data(), sizeof(shape));
+  if (dtype == DType::kI64) return shape;
+  std::array<int32_t, 2> narrow;
+  std::memcpy(narrow.data(), bytes.data(), sizeof(narrow));
+  return {narrow[0], narrow[1]};
 }
 
 }  // namespace
@@ -96,20 +90,24 @@ absl::Status CheckInventory(const ModelConfig& config, bool quantized, const Ten
 }
 
 absl::Status CheckStoredShapes(const ModelConfig& config, const TensorTable& table) {
-  std::optional<File> file;
-  int file_number = -1;
+  std::vector<const TensorInfo*> tensors;
   for (const auto& [name, info] : table.tensors) {
-    if (!name.ends_with(".weight_shape")) continue;
-    if (info.file != file_number) {
-      STATETAP_ASSIGN_OR_RETURN(file, File::OpenForRead(table.files[info.file]));
-      file_number = info.file;
-    }
-    STATETAP_ASSIGN_OR_RETURN(const auto found, ReadShape(*file, info));
-    const std::array<int64_t, 2> expected = ExpertShape(config, name);
+    if (name.ends_with(".weight_shape")) tensors.push_back(&info);
+  }
+  std::vector<ShapeBytes> bytes(tensors.size());
+  std::vector<SmallRead> reads;
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    reads.push_back({tensors[i]->file, tensors[i]->offset,
+                     std::span(bytes[i]).first(static_cast<size_t>(tensors[i]->size_bytes))});
+  }
+  STATETAP_RETURN_IF_ERROR(ReadScattered(table.files, std::move(reads)));
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    const auto found = ShapeOf(bytes[i], tensors[i]->dtype);
+    const auto expected = ExpertShape(config, tensors[i]->name);
     if (found == expected) continue;
-    return absl::InvalidArgumentError(fmt::format("{}: {} holds ({}, {}), expected ({}, {})",
-                                                  table.files[info.file].string(), name, found[0],
-                                                  found[1], expected[0], expected[1]));
+    return absl::InvalidArgumentError(fmt::format(
+        "{}: {} holds ({}, {}), expected ({}, {})", table.files[tensors[i]->file].string(),
+        tensors[i]->name, found[0], found[1], expected[0], expected[1]));
   }
   return absl::OkStatus();
 }

@@ -1,12 +1,11 @@
 #include "extractor/checkpoint/checkpoint_digest.h"
 
-#include <fcntl.h>
 #include <fmt/ranges.h>
 
 #include <algorithm>
 
 #include "extractor/base/digest.h"
-#include "extractor/base/file.h"
+#include "extractor/checkpoint/scattered_read.h"
 
 namespace statetap {
 namespace {
@@ -29,13 +28,6 @@ std::vector<const TensorInfo*> Sampled(const TensorMap& tensors) {
   return sampled;
 }
 
-absl::Status AddWindow(const File& file, const TensorInfo& info, int64_t begin, std::string& to) {
-  const size_t size = static_cast<size_t>(std::min(kWindow, info.size_bytes - begin));
-  const size_t end = to.size();
-  to.resize(end + size);
-  return file.ReadAt(info.offset + begin, std::as_writable_bytes(std::span(to).subspan(end, size)));
-}
-
 }  // namespace
 
 absl::StatusOr<std::string> DigestOf(const ModelConfig& config, const TensorTable& table) {
@@ -45,18 +37,19 @@ absl::StatusOr<std::string> DigestOf(const ModelConfig& config, const TensorTabl
                            info.size_bytes);
   }
   // By name, not by file: the same tensors cut into other shards are the same checkpoint.
-  std::vector<File> files;
-  for (const auto& path : table.files) {
-    STATETAP_ASSIGN_OR_RETURN(File file, File::OpenForRead(path));
-    // Or the kernel reads ahead 128 KiB for each window of 4.
-    (void)posix_fadvise(file.descriptor(), 0, 0, POSIX_FADV_RANDOM);
-    files.push_back(std::move(file));
+  const std::vector<const TensorInfo*> sampled = Sampled(table.tensors);
+  std::vector<std::byte> windows(sampled.size() * 2 * kWindow);
+  std::vector<SmallRead> reads;
+  for (size_t i = 0; i < sampled.size(); ++i) {
+    const TensorInfo& info = *sampled[i];
+    for (const int64_t begin : {int64_t{0}, info.size_bytes / 2}) {
+      const auto to = std::span(windows).subspan(reads.size() * kWindow, kWindow);
+      const auto size = std::min<int64_t>(kWindow, info.size_bytes - begin);
+      reads.push_back({info.file, info.offset + begin, to.first(static_cast<size_t>(size))});
+    }
   }
-  for (const TensorInfo* info : Sampled(table.tensors)) {
-    const File& file = files[info->file];
-    STATETAP_RETURN_IF_ERROR(AddWindow(file, *info, 0, content));
-    STATETAP_RETURN_IF_ERROR(AddWindow(file, *info, info->size_bytes / 2, content));
-  }
+  STATETAP_RETURN_IF_ERROR(ReadScattered(table.files, std::move(reads)));
+  content.append(reinterpret_cast<const char*>(windows.data()), windows.size());
   return Sha256Hex(content);
 }
 

@@ -111,6 +111,7 @@ class Maker {
                                       : static_cast<int>(std::thread::hardware_concurrency())) {}
 
   absl::StatusOr<MakeResult> Run() {
+    STATETAP_RETURN_IF_ERROR(CheckRoom());
     std::vector<Shard> shards = PlanShards(config_, options_);
     std::vector<std::string> headers;
     for (Shard& shard : shards) {
@@ -118,7 +119,6 @@ class Maker {
       result_.bytes += DataBytes(shard);
       result_.tensors += static_cast<int64_t>(shard.size());
     }
-    STATETAP_RETURN_IF_ERROR(CheckRoom());
     std::map<std::string, std::string> weight_map;
     for (size_t i = 0; i < shards.size(); ++i) {
       const std::string name =
@@ -137,15 +137,21 @@ class Maker {
     int64_t begin, end;  // bytes within the tensor
   };
 
+  // Before anything is planned: thousands of layers do not fit into memory either.
   absl::Status CheckRoom() const {
+    uintmax_t needed = 0;
+    ForEachTensor(config_, options_.int4_experts, [&](const ExpectedTensor& tensor) {
+      uintmax_t bytes = SizeOf(StoredType(tensor.kind, options_));
+      for (const int64_t dim : tensor.shape) bytes *= static_cast<uintmax_t>(dim);
+      needed += bytes;
+      return true;
+    });
     std::error_code error;
     const fs::space_info space = fs::space(folder_, error);
-    if (error || space.available >= static_cast<uintmax_t>(result_.bytes)) {
-      return absl::OkStatus();
-    }
+    if (error || space.available >= needed) return absl::OkStatus();
     return absl::ResourceExhaustedError(
         fmt::format("{}: {} bytes are needed, {} are free; take fewer layers or another disk",
-                    folder_.string(), result_.bytes, space.available));
+                    folder_.string(), needed, space.available));
   }
 
   absl::Status WriteShard(const fs::path& path, std::string_view header, const Shard& shard) {

@@ -44,9 +44,10 @@ struct MakeResult {
 };
 
 // Writes the checkpoint into `folder`, which must be new or empty. A tensor's bytes depend on the
-// seed, its name and its shape alone, not on threads or shards. Memory: a few MB a thread, whatever
-// the size. The index comes last: an interrupted folder does not open. INVALID_ARGUMENT names the
-// option; FAILED_PRECONDITION: the folder is not empty; RESOURCE_EXHAUSTED: the disk has no room.
+// seed, its name and its shape alone, not on threads or shards. Memory: a few MB a thread and some
+// hundred bytes a tensor. The index comes last: an interrupted folder does not open.
+// INVALID_ARGUMENT names the option; FAILED_PRECONDITION: the folder is not empty;
+// RESOURCE_EXHAUSTED: the disk has no room.
 absl::StatusOr<MakeResult> MakeCheckpoint(const std::filesystem::path& folder,
                                           const MakeOptions& options);
 

@@ -63,9 +63,9 @@ absl::Status ReadRows(const File& file, const BulkDataset& dataset, int64_t firs
   const int64_t rows = static_cast<int64_t>(to.size()) / row_bytes;
   if (first_row < 0 || rows > dataset.shape.rows || first_row > dataset.shape.rows - rows ||
       rows * row_bytes != static_cast<int64_t>(to.size())) {
-    return absl::OutOfRangeError(fmt::format("{}: rows {} to {} of {} ({} bytes a row) asked for",
-                                             dataset.path, first_row, first_row + rows,
-                                             dataset.shape.rows, row_bytes));
+    return absl::OutOfRangeError(
+        fmt::format("{}: {} rows from row {} asked for ({} bytes of {} a row); it has {} rows",
+                    dataset.path, rows, first_row, to.size(), row_bytes, dataset.shape.rows));
   }
   while (!to.empty()) {
     const Piece piece = PieceFrom(dataset, first_row, static_cast<int64_t>(to.size()) / row_bytes);

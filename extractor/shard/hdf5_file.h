@@ -1,5 +1,5 @@
 // What the shard format needs of HDF5: owners for its ids, its errors as statuses, and its file I/O
-// in our hands. <hdf5.h> is included by hdf5_file.cc and hdf5_driver.cc and nowhere else.
+// in our hands. <hdf5.h> is included by the files hdf5_*.cc and nowhere else.
 //
 // HDF5 never touches a file here: it reads and writes through an Hdf5Storage. So a full disk is
 // met by our own write, which names the file, and never inside the library, where a failed flush

@@ -9,22 +9,6 @@ namespace {
 
 constexpr std::string_view kRowOffset = "/samples/row_offset";
 
-// Length of the UTF-8 sequence at the front of `text`, 0 where there is none.
-size_t Utf8Length(std::string_view text) {
-  const auto byte = [&](size_t i) { return static_cast<unsigned char>(text[i]); };
-  const unsigned char lead = byte(0);
-  if (lead < 0x80) return 1;
-  const size_t length = lead >= 0xF0 ? 4 : lead >= 0xE0 ? 3 : 2;
-  if (lead < 0xC2 || lead > 0xF4 || text.size() < length) return 0;
-  for (size_t i = 1; i < length; ++i)
-    if ((byte(i) & 0xC0) != 0x80) return 0;
-  const unsigned char next = byte(1);
-  const bool overlong = (lead == 0xE0 && next < 0xA0) || (lead == 0xF0 && next < 0x90);
-  const bool surrogate = lead == 0xED && next > 0x9F;
-  const bool beyond = lead == 0xF4 && next > 0x8F;
-  return overlong || surrogate || beyond ? 0 : length;
-}
-
 struct TextColumn {
   std::string_view path;
   std::string SampleEntry::*field;
@@ -85,19 +69,6 @@ std::string Now() {
 absl::Status Wrong(std::string_view what) { return absl::DataLossError(std::string(what)); }
 
 }  // namespace
-
-absl::Status CheckText(std::string_view field, std::string_view text) {
-  for (size_t i = 0; i < text.size();) {
-    const size_t length = text[i] == '\0' ? 0 : Utf8Length(text.substr(i));
-    if (length == 0) {
-      return absl::InvalidArgumentError(
-          fmt::format("{}: byte {} is 0x{:02x}; shards hold UTF-8 text without NUL", field, i,
-                      static_cast<unsigned char>(text[i])));
-    }
-    i += length;
-  }
-  return absl::OkStatus();
-}
 
 absl::Status WriteSampleTable(Hdf5File* file, std::span<const SampleEntry> samples) {
   std::vector<int64_t> row_offset{0};

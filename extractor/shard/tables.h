@@ -4,7 +4,6 @@
 
 #include <cstdint>
 #include <span>
-#include <string_view>
 #include <vector>
 
 #include "extractor/shard/bulk.h"
@@ -12,10 +11,6 @@
 #include "extractor/shard/shard_reader.h"
 
 namespace statetap {
-
-// INVALID_ARGUMENT with the field where a text holds NUL or is not UTF-8: HDF5 strings end at NUL,
-// and readers decode them.
-absl::Status CheckText(std::string_view field, std::string_view text);
 
 absl::Status WriteSampleTable(Hdf5File* file, std::span<const SampleEntry> samples);
 // Checks that the samples' rows fill [0, rows) without a gap. `max_text_bytes` bounds each column.

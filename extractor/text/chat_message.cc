@@ -15,7 +15,7 @@ absl::StatusOr<std::string> ReadScalar(const Json& object, std::string_view key)
   if (value == nullptr) return "";
   const std::optional<std::string> text = PythonStr(*value);
   if (!text)
-    return FieldError(key, fmt::format("is an {}; it must be a string", value->type_name()));
+    return FieldError(key, fmt::format("has type {}; it must be a string", value->type_name()));
   return *text;
 }
 
@@ -36,14 +36,14 @@ absl::StatusOr<std::vector<ContentPart>> ReadContent(const Json& message) {
     return parts;
   }
   if (!content->is_array())
-    return FieldError(
-        "content",
-        fmt::format("is a {}; it must be a string, a list of parts or null", content->type_name()));
+    return FieldError("content",
+                      fmt::format("has type {}; it must be a string, a list of parts or null",
+                                  content->type_name()));
   for (size_t i = 0; i < content->size(); ++i) {
     const Json& part = (*content)[i];
     const std::string field = fmt::format("content[{}]", i);
     if (!part.is_object())
-      return FieldError(field, fmt::format("is {}; a part is an object like "
+      return FieldError(field, fmt::format("has type {}; a part is an object like "
                                            "{{\"type\": \"text\", \"text\": \"…\"}}",
                                            part.type_name()));
     absl::StatusOr<std::string> text = ReadScalar(part, "text");
@@ -76,7 +76,8 @@ absl::StatusOr<std::vector<ToolCall>> ReadToolCalls(const Json& message) {
   const Json* list = FindMember(message, "tool_calls");
   if (list == nullptr || !PythonTruth(*list)) return calls;
   if (!list->is_array())
-    return FieldError("tool_calls", fmt::format("is a {}; it must be a list", list->type_name()));
+    return FieldError("tool_calls",
+                      fmt::format("has type {}; it must be a list", list->type_name()));
   for (size_t i = 0; i < list->size(); ++i) {
     absl::StatusOr<ToolCall> call = ReadToolCall((*list)[i]);
     if (!call.ok()) return WithContext(call.status(), fmt::format("tool_calls[{}]", i));
@@ -87,7 +88,8 @@ absl::StatusOr<std::vector<ToolCall>> ReadToolCalls(const Json& message) {
 
 absl::StatusOr<ChatMessage> ReadMessage(const Json& message) {
   if (!message.is_object())
-    return absl::InvalidArgumentError(fmt::format("is {}, not an object", message.type_name()));
+    return absl::InvalidArgumentError(
+        fmt::format("has type {}; a message is an object", message.type_name()));
   ChatMessage read;
   const Json* role = FindMember(message, "role");
   if (role == nullptr || !role->is_string() || role->get_ref<const std::string&>().empty())
@@ -108,7 +110,7 @@ absl::StatusOr<ChatMessage> ReadMessage(const Json& message) {
 absl::StatusOr<std::vector<ChatMessage>> ReadMessages(const Json& messages) {
   if (!messages.is_array())
     return absl::InvalidArgumentError(
-        fmt::format("messages is {}; it must be a list", messages.type_name()));
+        fmt::format("messages has type {}; it must be a list", messages.type_name()));
   std::vector<ChatMessage> read;
   read.reserve(messages.size());
   for (size_t i = 0; i < messages.size(); ++i) {

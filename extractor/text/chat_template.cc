@@ -131,7 +131,7 @@ class Renderer {
   void Assistant(const ChatMessage& message, bool keep_reasoning, bool supervise) {
     Open("<|im_assistant|>", message.name);
     if (rules_.think_blocks) {
-      ThinkBlock(keep_reasoning ? message.reasoning : std::string(), supervise);
+      ThinkBlock(keep_reasoning ? std::string_view(message.reasoning) : "", supervise);
     }
     supervising_ = supervise;
     Content(message);
@@ -235,7 +235,7 @@ absl::StatusOr<std::vector<Segment>> RenderChat(const Json& messages, const Json
         "kimi-k2-instruct, or give a prompt or ids");
   if (tools != nullptr && !tools->is_null() && !tools->is_array())
     return absl::InvalidArgumentError(
-        fmt::format("tools is {}; it must be a list of declarations", tools->type_name()));
+        fmt::format("tools has type {}; it must be a list of declarations", tools->type_name()));
   STATETAP_ASSIGN_OR_RETURN(std::vector<ChatMessage> read, ReadMessages(messages));
   if (RulesOf(options.kind).think_blocks && options.keep_reasoning != KeepReasoning::kToolLoop)
     STATETAP_RETURN_IF_ERROR(MoveThoughts(read));

@@ -31,7 +31,7 @@ def main():
         if bits != last:
             runs.append((code, bits))
             last = bits
-    print("// Made by make_unicode_classes.py from Unicode 16.0: first code point of a run, its class bits.")
+    print("// Made by make_unicode_classes.py (Unicode 16.0): a run's first code point, its class bits.")
     print("// clang-format off")
     for begin in range(0, len(runs), 8):
         print(" ".join(f"{{0x{code:x}, {bits}}}," for code, bits in runs[begin:begin + 8]))

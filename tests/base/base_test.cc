@@ -59,8 +59,21 @@ TEST(JsonTest, RefusesWhatReadersDisagreeOn) {
   EXPECT_THAT(ParseJson("{\"a\": \"\x80\"}"), StatusIs(absl::StatusCode::kInvalidArgument, "byte"));
   EXPECT_THAT(ParseJson("{} x"), StatusIs(absl::StatusCode::kInvalidArgument, "byte 4"));
   EXPECT_THAT(ParseJson(R"("\ud800")"), StatusIs(absl::StatusCode::kInvalidArgument, "byte"));
+  EXPECT_THAT(ParseJson("[1e400]"), StatusIs(absl::StatusCode::kInvalidArgument, "too large"));
   EXPECT_THAT(ParseJson(std::string(100000, '[')),
               StatusIs(absl::StatusCode::kInvalidArgument, ""));
+}
+
+TEST(JsonTest, ManyKeysAreRefusedAtOnce) {
+  const auto with_keys = [](int count) {
+    std::string json = "{";
+    for (int i = 0; i < count; ++i) json += fmt::format("\"{}\":0,", i);
+    json.back() = '}';
+    return ParseJson(json);
+  };
+  EXPECT_OK(with_keys(4096));
+  EXPECT_THAT(with_keys(1'000'000),
+              StatusIs(absl::StatusCode::kInvalidArgument, "more than 4096 keys"));
 }
 
 TEST(FileTest, AtomicWriteReplacesAndLeavesNoTemporary) {

@@ -1,0 +1,258 @@
+#include "server/features/feature_stream.h"
+
+#include <cstring>
+#include <fstream>
+#include <future>
+
+#include "tests/support/job_harness.h"
+
+namespace statetap {
+namespace {
+
+using testing::IdsSample;
+using testing::JobHarness;
+using testing::StatusIs;
+
+constexpr uint64_t kSampleBytes = 20 * 4 * testing::kHidden * 2;  // 20 tokens, 4 boundaries
+
+// Everything that a stream sent.
+struct Received {
+  std::mutex mutex;
+  v1::StreamHeader header;
+  std::vector<std::string> ids;
+  std::map<std::string, std::map<int, std::string>> states;  // by id and boundary
+  std::optional<int64_t> end;
+  std::atomic<uint64_t> deliveries{0};
+};
+
+class FeatureStreamTest : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    harness_.Run();
+    std::vector<v1::SampleInput> samples;
+    for (int i = 0; i < 12; ++i)
+      samples.push_back(IdsSample(fmt::format("s{}", i), std::vector<int32_t>(20, i + 1)));
+    auto job = harness_.Submit({}, samples);
+    ASSERT_OK(job);
+    job_ = harness_.WaitForEnd(*job);
+    ASSERT_EQ(job_.counts.stored, 12);
+    shards_.emplace(*harness_.store, harness_.folders());
+  }
+  std::unique_ptr<FeatureStream> Open(const v1::StreamStart& start) {
+    auto stream = FeatureStream::Open(*harness_.store, *shards_, groups_, start);
+    EXPECT_OK(stream);
+    return *std::move(stream);
+  }
+  v1::StreamStart Start(const std::string& group = "") {
+    v1::StreamStart start;
+    start.set_job(job_.id);
+    start.set_group(group);
+    return start;
+  }
+  FeatureOutlet Into(Received& received) {
+    return [&](const v1::StreamFeaturesResponse& message) {
+      const std::lock_guard lock(received.mutex);
+      if (message.has_header()) received.header = message.header();
+      if (message.has_sample()) {
+        received.ids.push_back(message.sample().id());
+        received.deliveries = message.sample().delivery();
+      }
+      if (message.has_data()) {
+        EXPECT_LE(message.data().states().size(), size_t{2} << 20);
+        received.states[received.ids.back()][message.data().boundary()] += message.data().states();
+      }
+      if (message.has_end()) received.end = message.end().samples();
+      return true;
+    };
+  }
+  // Runs a stream whose client acknowledges the first `acknowledge` samples and closes.
+  std::vector<std::string> Take(const std::string& group, uint64_t acknowledge) {
+    Received received;
+    const auto stream = Open(Start(group));
+    const FeatureOutlet outlet = Into(received);
+    const absl::Status status = stream->Run([&](const v1::StreamFeaturesResponse& message) {
+      outlet(message);
+      if (message.has_end()) {
+        if (acknowledge > 0) {
+          EXPECT_OK(stream->Acknowledge(acknowledge));
+        }
+        stream->Close();
+      }
+      return true;
+    });
+    EXPECT_OK(status);
+    EXPECT_EQ(received.end, static_cast<int64_t>(received.ids.size()));
+    return received.ids;
+  }
+  std::vector<std::string> StoredOrder() {
+    std::vector<std::string> ids;
+    const auto rows = harness_.store->Shards(job_.key);
+    for (const ShardRow& shard : *rows) {
+      const auto reader = shards_->Open(shard);
+      for (const SampleEntry& entry : (*reader)->samples()) ids.push_back(entry.id);
+    }
+    return ids;
+  }
+
+  JobHarness harness_;
+  JobRecord job_;
+  ConsumerGroups groups_;
+  std::optional<ShardCache> shards_;
+};
+
+TEST_F(FeatureStreamTest, SendsStoredBytesInStoredOrder) {
+  Received received;
+  const auto stream = Open(Start());
+  stream->Close();
+  ASSERT_OK(stream->Run(Into(received)));
+  EXPECT_EQ(received.ids, StoredOrder());
+  EXPECT_EQ(received.header.remaining(), 12);
+  EXPECT_EQ(received.header.hidden(), testing::kHidden);
+  EXPECT_THAT(received.header.boundaries(), ::testing::ElementsAre(2, 4, 5, 8));
+  ASSERT_OK_AND_ASSIGN(const auto rows, harness_.store->Shards(job_.key));
+  ASSERT_OK_AND_ASSIGN(const auto reader, shards_->Open(rows[0]));
+  const SampleEntry& entry = reader->samples()[3];
+  std::vector<uint16_t> states(static_cast<size_t>(entry.rows * testing::kHidden));
+  ASSERT_OK(reader->ReadStates(/*boundary_index=*/2, entry.first_row, states));
+  const std::string& sent = received.states[entry.id][5];
+  ASSERT_EQ(sent.size(), states.size() * 2);
+  EXPECT_EQ(std::memcmp(sent.data(), states.data(), sent.size()), 0);
+}
+
+TEST_F(FeatureStreamTest, ResumesBehindWhatWasAcknowledgedAndGroupsAreApart) {
+  const std::vector<std::string> all = StoredOrder();
+  EXPECT_EQ(Take("g", 5), all);
+  EXPECT_EQ(Take("g", 0), std::vector<std::string>(all.begin() + 5, all.end()));
+  EXPECT_EQ(Take("other", 12), all);
+  EXPECT_TRUE(Take("other", 0).empty());
+  harness_.Restart();  // acknowledgements survive the server
+  shards_.emplace(*harness_.store, harness_.folders());
+  EXPECT_EQ(Take("g", 7), std::vector<std::string>(all.begin() + 5, all.end()));
+  EXPECT_TRUE(Take("g", 0).empty());
+}
+
+TEST_F(FeatureStreamTest, CreditBoundsWhatIsInFlight) {
+  v1::StreamStart start = Start();
+  start.set_credit_bytes(2 * kSampleBytes);
+  Received received;
+  const auto stream = Open(start);
+  stream->Close();
+  auto run = std::async(std::launch::async, [&] { return stream->Run(Into(received)); });
+  const auto settle = [&](uint64_t deliveries) {
+    for (int i = 0; i < 500 && received.deliveries < deliveries; ++i)
+      std::this_thread::sleep_for(std::chrono::milliseconds(2));
+    std::this_thread::sleep_for(std::chrono::milliseconds(30));
+    EXPECT_EQ(received.deliveries, deliveries);
+  };
+  settle(2);
+  EXPECT_OK(stream->Acknowledge(2));  // an acknowledgement is no credit
+  settle(2);
+  stream->AddCredit(kSampleBytes);
+  settle(3);
+  stream->AddCredit(100 * kSampleBytes);  // more than was sent counts as all of it
+  settle(5);
+  for (int i = 0; i < 12; ++i) {
+    stream->AddCredit(2 * kSampleBytes);
+    std::this_thread::sleep_for(std::chrono::milliseconds(5));
+  }
+  EXPECT_OK(run.get());
+  EXPECT_EQ(received.ids.size(), 12u);
+}
+
+TEST_F(FeatureStreamTest, OneSampleIsAllowedWhateverTheCredit) {
+  v1::StreamStart start = Start();
+  start.set_credit_bytes(1);
+  Received received;
+  const auto stream = Open(start);
+  stream->Close();
+  auto run = std::async(std::launch::async, [&] { return stream->Run(Into(received)); });
+  for (int i = 0; i < 2000 && received.deliveries < 12; ++i) {
+    stream->AddCredit(kSampleBytes);
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  EXPECT_OK(run.get());
+  EXPECT_EQ(received.ids.size(), 12u);
+}
+
+TEST_F(FeatureStreamTest, StreamsOfAGroupShareAndAVanishedOneGivesBack) {
+  v1::StreamStart start = Start("g");
+  start.set_credit_bytes(3 * kSampleBytes);
+  start.set_follow(true);
+  Received first, second;
+  auto vanishing = Open(start);
+  auto run = std::async(std::launch::async, [&] { return vanishing->Run(Into(first)); });
+  for (int i = 0; i < 500 && first.deliveries < 3; ++i)
+    std::this_thread::sleep_for(std::chrono::milliseconds(2));
+  EXPECT_OK(vanishing->Acknowledge(1));
+  // Another one of the group gets the rest while the first holds 3 unread ones (and leased a 4th).
+  EXPECT_EQ(Take("g", 8).size(), 8u);
+  vanishing->Stop(absl::CancelledError("the client has gone"));
+  EXPECT_THAT(run.get(), StatusIs(absl::StatusCode::kCancelled, "gone"));
+  vanishing.reset();
+  EXPECT_EQ(Take("g", 3).size(), 3u);
+  EXPECT_TRUE(Take("g", 0).empty());
+}
+
+TEST_F(FeatureStreamTest, SelectsBoundariesOrSaysWhichIsMissing) {
+  v1::StreamStart start = Start();
+  start.add_boundaries(8);
+  start.add_boundaries(4);
+  Received received;
+  auto stream = Open(start);
+  stream->Close();
+  ASSERT_OK(stream->Run(Into(received)));
+  EXPECT_THAT(received.header.boundaries(), ::testing::ElementsAre(4, 8));
+  EXPECT_EQ(received.states["s0"].size(), 2u);
+  start.add_boundaries(3);
+  EXPECT_THAT(Open(start)->Run(Into(received)),
+              StatusIs(absl::StatusCode::kInvalidArgument, "boundaries: 3"));
+}
+
+TEST_F(FeatureStreamTest, AcknowledgingWhatWasNotSentIsRefused) {
+  const auto stream = Open(Start());
+  EXPECT_THAT(stream->Acknowledge(1), StatusIs(absl::StatusCode::kOutOfRange, "1 was not sent"));
+  EXPECT_THAT(FeatureStream::Open(*harness_.store, *shards_, groups_, v1::StreamStart()).status(),
+              StatusIs(absl::StatusCode::kNotFound, "job"));
+}
+
+TEST_F(FeatureStreamTest, DamagedShardEndsTheStreamWithItsName) {
+  ASSERT_OK_AND_ASSIGN(const auto rows, harness_.store->Shards(job_.key));
+  const auto path = harness_.folders().FromStored(rows[0].path);
+  std::filesystem::resize_file(path, std::filesystem::file_size(path) / 2);
+  Received received;
+  const absl::Status status = Open(Start())->Run(Into(received));
+  EXPECT_FALSE(status.ok());
+  EXPECT_THAT(std::string(MessageOf(status)), ::testing::HasSubstr("shard-000001.h5"));
+  EXPECT_FALSE(received.end);
+}
+
+TEST_F(FeatureStreamTest, FollowsARunningJobToItsEnd) {
+  harness_.engine->faults.step = std::chrono::milliseconds(2);
+  v1::JobOptions options;
+  options.set_seed(9);
+  options.set_name("followed");
+  std::vector<v1::SampleInput> samples;
+  for (int i = 0; i < 30; ++i)
+    samples.push_back(IdsSample(fmt::format("f{}", i), std::vector<int32_t>(40, i + 1)));
+  ASSERT_OK_AND_ASSIGN(const JobRecord job, harness_.Submit(options, samples));
+  v1::StreamStart start;
+  start.set_job("followed");
+  start.set_follow(true);
+  Received received;
+  const auto stream = Open(start);
+  stream->Close();
+  ASSERT_OK(stream->Run(Into(received)));
+  EXPECT_EQ(received.ids.size(), 30u);
+  EXPECT_TRUE(HasEnded(harness_.store->GetJob(job.key)->state));
+}
+
+TEST_F(FeatureStreamTest, JoinedStatisticsCoverEveryShard) {
+  ASSERT_OK_AND_ASSIGN(const ShardCache::Joined joined, shards_->Statistics(job_));
+  EXPECT_EQ(joined.samples, 12);
+  EXPECT_EQ(joined.rows, 12 * 20);
+  ASSERT_EQ(joined.statistics.size(), 4u);
+  EXPECT_EQ(joined.statistics[0].count, 12 * 20);
+}
+
+}  // namespace
+}  // namespace statetap
