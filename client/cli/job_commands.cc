@@ -35,7 +35,7 @@ absl::StatusOr<int> List(Context& context) {
     context.Say("no jobs; make one with `statetap submit FILE --wait`");
     return kExitDone;
   }
-  Table table({Left("job"), Left("name"), Left("state"), Right("stored"), Right("of"),
+  Table table({Whole("job"), Left("name"), Whole("state"), Right("stored"), Right("of"),
                Right("rejected"), Right("tokens"), Right("size"), Right("tok/s"), Left("created")});
   for (const v1::Job& job : jobs) {
     table.Add({job.id(), job.name(), StateName(job.state()), FormatCount(job.counts().stored()),
