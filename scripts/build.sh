@@ -5,16 +5,16 @@
 #   scripts/build.sh --cpu-only    without CUDA
 source "$(dirname "$0")/common.sh"
 
-options=() targets=()
+cpu_only=OFF tests=ON targets=()   # every choice is written to the cache: the last call counts
 for argument in "$@"; do
   case $argument in
-    --programs) targets=(statetapd statetap) ;;
-    --cpu-only) options+=(-DSTATETAP_CPU_ONLY=ON) ;;
+    --programs) tests=OFF; targets=(statetapd statetap) ;;
+    --cpu-only) cpu_only=ON ;;
     *) die "unknown option $argument; known: --programs, --cpu-only" ;;
   esac
 done
 cd "$root"
-cmake --preset release "${options[@]}" >&2
+cmake --preset release "-DSTATETAP_CPU_ONLY=$cpu_only" "-DSTATETAP_BUILD_TESTS=$tests" "-DSTATETAP_BUILD_BENCH=$tests" >&2
 # A compiler of a large file takes 1–2 GB: no more jobs than memory allows.
 memory_gb=$(awk '/MemAvailable/ {print int($2 / 1048576)}' /proc/meminfo)
 jobs=$(nproc); [ "$jobs" -le $((memory_gb / 2 + 1)) ] || jobs=$((memory_gb / 2 + 1))

@@ -9,9 +9,10 @@ packages=(
   libgrpc++-dev libprotobuf-dev protobuf-compiler protobuf-compiler-grpc libabsl-dev
   libhdf5-dev libsqlite3-dev libcli11-dev nlohmann-json3-dev libfmt-dev
   libzstd-dev zlib1g-dev libxxhash-dev libpcre2-dev libcpp-httplib-dev libssl-dev
-  libgtest-dev libgmock-dev libbenchmark-dev
 )
-[ "${1:-}" = --tests ] && packages+=(hdf5-tools python3 python3-venv clang-format curl)
+if [ "${1:-}" = --tests ]; then
+  packages+=(libgtest-dev libgmock-dev libbenchmark-dev hdf5-tools python3 python3-venv clang-format)
+fi
 
 command -v apt-get >/dev/null || die "this script knows Debian and Ubuntu only; install by hand: ${packages[*]}"
 missing=()
