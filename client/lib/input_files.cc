@@ -48,6 +48,15 @@ absl::StatusOr<int> SpoolStdin() {
   }
 }
 
+absl::StatusOr<ParsedLine> ParseBoundedLine(std::string_view line, std::string_view source) {
+  absl::StatusOr<ParsedLine> parsed = ParseSampleLine(line, source);
+  if (!parsed.ok() || parsed->sample.ByteSizeLong() <= kMaxSampleBytes) return parsed;
+  return absl::InvalidArgumentError(
+      fmt::format("the sample has {} bytes, a server takes {} at most; no model has room for that "
+                  "much text, so leave the line out",
+                  parsed->sample.ByteSizeLong(), kMaxSampleBytes));
+}
+
 }  // namespace
 
 absl::StatusOr<std::unique_ptr<InputFiles>> InputFiles::Open(
@@ -98,7 +107,7 @@ absl::Status InputFiles::ForEach(const std::function<absl::Status(InputLine)>& v
           !progress(done + reader->bytes_read(), total))
         return absl::CancelledError("interrupted");
       if (IsBlank(*line)) continue;
-      InputLine item{{entry.path, reader->line_number()}, ParseSampleLine(*line, entry.source)};
+      InputLine item{{entry.path, reader->line_number()}, ParseBoundedLine(*line, entry.source)};
       if (item.parsed.ok()) item.parsed->sample.set_source_line(reader->line_number());
       STATETAP_RETURN_IF_ERROR(visit(std::move(item)));
     }

@@ -16,6 +16,10 @@
 
 namespace statetap {
 
+// What a server takes as one message, less a margin; its default limit is 64 MiB. Longer than any
+// model's positions, so nothing that could be captured is refused here.
+inline constexpr size_t kMaxSampleBytes = size_t{60} << 20;
+
 // Where a line lies.
 struct LinePlace {
   std::string file;
@@ -52,7 +56,8 @@ class InputFiles {
   ~InputFiles();
 
   // Calls `visit` for every line that is not blank, in order; stops at its first error. A file that
-  // cannot be read to its end is an error; a line that is no sample is not.
+  // cannot be read to its end is an error; a line that is no sample, or one above kMaxSampleBytes,
+  // is not.
   // `progress` (may be null) gets bytes read and the total, 0 where unknown, now and then;
   // false ends the pass with CANCELLED.
   absl::Status ForEach(const std::function<absl::Status(InputLine)>& visit,
