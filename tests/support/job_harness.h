@@ -110,6 +110,13 @@ class JobHarness {
     return WaitUntil(job, [](const JobRecord& now) { return HasEnded(now.state); });
   }
 
+  // The buffer is given back a moment after the store's last transaction.
+  int64_t BufferedInTheEnd() {
+    for (int i = 0; i < 2000 && runner->buffered_bytes() != 0; ++i)
+      std::this_thread::sleep_for(std::chrono::milliseconds(2));
+    return runner->buffered_bytes();
+  }
+
   // Checksums of the job's stored samples by id: over ids, mask, scores and every state.
   std::map<std::string, uint64_t> Checksums(const JobRecord& job) {
     std::map<std::string, uint64_t> sums;
