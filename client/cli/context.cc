@@ -1,4 +1,5 @@
 #include "client/cli/command.h"
+#include "extractor/base/json.h"
 
 namespace statetap {
 

@@ -3,6 +3,7 @@
 #include "client/cli/job_text.h"
 #include "client/cli/table.h"
 #include "client/lib/proto_json.h"
+#include "extractor/base/json.h"
 
 namespace statetap {
 namespace {
@@ -34,7 +35,7 @@ absl::StatusOr<int> List(Context& context) {
     context.Say("no jobs; make one with `statetap submit FILE --wait`");
     return kExitDone;
   }
-  Table table({Left("job"), Left("name"), Left("state"), Right("stored"), Right("of"),
+  Table table({Whole("job"), Left("name"), Whole("state"), Right("stored"), Right("of"),
                Right("rejected"), Right("tokens"), Right("size"), Right("tok/s"), Left("created")});
   for (const v1::Job& job : jobs) {
     table.Add({job.id(), job.name(), StateName(job.state()), FormatCount(job.counts().stored()),

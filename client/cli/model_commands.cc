@@ -3,6 +3,7 @@
 #include "client/cli/format.h"
 #include "client/cli/job_flags.h"
 #include "client/lib/proto_json.h"
+#include "extractor/base/json.h"
 
 namespace statetap {
 namespace {

@@ -54,7 +54,7 @@ class RowPrinter {
 
 absl::Status PrintSamples(Context& context, const Source& source) {
   RowPrinter rows(context,
-                  {Left("id"), Left("source"), Left("split"), Right("prompt"), Right("tokens"),
+                  {Whole("id"), Left("source"), Left("split"), Right("prompt"), Right("tokens"),
                    Right("supervised"), Left("finish"), Right("logprob"), Left("shard")});
   STATETAP_RETURN_IF_ERROR(ForEachSampleOf(context, source, [&](const v1::Sample& sample) {
     rows.Add({sample.id(), sample.source(), sample.split(), FormatCount(sample.prompt_tokens()),
@@ -90,7 +90,7 @@ absl::StatusOr<int> Samples(Context& context, const std::vector<std::string>& wo
 }
 
 absl::Status PrintRejected(Context& context, Client& client, const std::string& job) {
-  RowPrinter rows(context, {Left("id"), Right("line"), Left("reason"), Right("layer"),
+  RowPrinter rows(context, {Whole("id"), Right("line"), Left("reason"), Right("layer"),
                             Right("token"), Left("message")});
   STATETAP_RETURN_IF_ERROR(client.ForEachRejected(job, [&](const v1::Rejected& rejected) {
     rows.Add({rejected.id(), std::to_string(rejected.source_line()), rejected.reason(),

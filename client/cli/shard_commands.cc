@@ -32,7 +32,7 @@ absl::StatusOr<int> Shards(Context& context, const std::vector<std::string>& wor
     context.Say("no committed shards yet");
     return kExitDone;
   }
-  Table table({Left("shard"), Right("samples"), Right("rows"), Right("size"), Left("digest"),
+  Table table({Left("shard"), Right("samples"), Right("rows"), Right("size"), Whole("digest"),
                Left("path")});
   for (const v1::Shard& shard : response.shards())
     table.Add({shard.name(), FormatCount(shard.samples()), FormatCount(shard.rows()),
@@ -86,7 +86,7 @@ absl::StatusOr<int> Check(Context& context, const std::vector<std::string>& word
     context.PrintJson(JsonOf(response));
     return damaged == 0 ? kExitDone : kExitFailed;
   }
-  Table table({Left("shard"), Left("result"), Left("damaged samples"), Left("message")});
+  Table table({Left("shard"), Whole("result"), Left("damaged samples"), Left("message")});
   for (const v1::CheckResult& result : response.results())
     table.Add(
         {result.shard(), result.ok() ? "ok" : "DAMAGED",

@@ -7,6 +7,7 @@
 #include "client/cli/job_text.h"
 #include "client/cli/text_width.h"
 #include "client/lib/proto_json.h"
+#include "extractor/base/json.h"
 
 namespace statetap {
 namespace {

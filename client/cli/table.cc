@@ -31,10 +31,10 @@ std::vector<int> Table::Widths(int width) const {
   int excess = std::accumulate(widths.begin(), widths.end(), 0) +
                kGap * (static_cast<int>(widths.size()) - 1) - width;
   while (excess > 0) {
-    // Text gives way, the widest first; numbers stay whole.
+    // The widest gives way first.
     int* widest = nullptr;
     for (size_t c = 0; c < columns_.size(); ++c) {
-      if (columns_[c].align == Column::Align::kLeft && widths[c] > kLeastKept &&
+      if (!columns_[c].whole && widths[c] > kLeastKept &&
           (widest == nullptr || widths[c] > *widest))
         widest = &widths[c];
     }

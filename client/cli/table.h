@@ -1,5 +1,5 @@
 // A table of text in columns. On a terminal the widest columns give way so that a row keeps to one
-// line; elsewhere nothing is cut.
+// line, as far as columns that stay whole allow; elsewhere nothing is cut.
 #pragma once
 
 #include <string>
@@ -10,6 +10,7 @@ namespace statetap {
 struct Column {
   enum class Align { kLeft, kRight } align = Align::kLeft;
   std::string title;
+  bool whole = false;  // never cut: what people copy, and numbers
 };
 
 class Table {
@@ -29,7 +30,8 @@ class Table {
   std::vector<std::vector<std::string>> rows_;
 };
 
-inline Column Left(std::string title) { return {Column::Align::kLeft, std::move(title)}; }
-inline Column Right(std::string title) { return {Column::Align::kRight, std::move(title)}; }
+inline Column Left(std::string title) { return {Column::Align::kLeft, std::move(title), false}; }
+inline Column Whole(std::string title) { return {Column::Align::kLeft, std::move(title), true}; }
+inline Column Right(std::string title) { return {Column::Align::kRight, std::move(title), true}; }
 
 }  // namespace statetap

@@ -8,6 +8,7 @@
 #include "client/cli/token_text.h"
 #include "client/lib/input_files.h"
 #include "client/lib/proto_json.h"
+#include "extractor/base/json.h"
 
 namespace statetap {
 namespace {

@@ -11,6 +11,7 @@
 #include "client/cli/token_text.h"
 #include "client/lib/feature_receiver.h"
 #include "extractor/base/dtype.h"
+#include "extractor/base/json.h"
 
 namespace statetap {
 namespace {

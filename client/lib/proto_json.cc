@@ -7,6 +7,8 @@
 #include <cstdlib>
 #include <string_view>
 
+#include "extractor/base/json.h"
+
 namespace statetap {
 namespace {
 

@@ -5,6 +5,8 @@
 #include <string_view>
 #include <utility>
 
+#include "extractor/base/json.h"
+
 namespace statetap {
 namespace {
 

@@ -4,6 +4,7 @@
 #include <system_error>
 
 #include "extractor/base/file.h"
+#include "extractor/base/json.h"
 #include "extractor/checkpoint/checkpoint_check.h"
 #include "extractor/checkpoint/checkpoint_digest.h"
 #include "extractor/checkpoint/hf_cache.h"

@@ -2,6 +2,8 @@
 
 #include <optional>
 
+#include "extractor/base/json.h"
+
 namespace statetap {
 namespace {
 

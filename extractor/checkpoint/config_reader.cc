@@ -4,6 +4,8 @@
 
 #include <cmath>
 
+#include "extractor/base/json.h"
+
 namespace statetap {
 namespace {
 

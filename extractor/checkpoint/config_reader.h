@@ -8,7 +8,7 @@
 #include <string_view>
 #include <vector>
 
-#include "extractor/base/json.h"
+#include "extractor/base/json_fwd.h"
 #include "extractor/base/status.h"
 
 namespace statetap {

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "extractor/base/file.h"
+#include "extractor/base/json.h"
 #include "extractor/base/worker_pool.h"
 #include "extractor/checkpoint/maker_files.h"
 #include "extractor/checkpoint/model_config.h"

@@ -4,6 +4,8 @@
 #include <array>
 #include <vector>
 
+#include "extractor/base/json.h"
+
 namespace statetap {
 namespace {
 

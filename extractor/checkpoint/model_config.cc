@@ -1,5 +1,6 @@
 #include "extractor/checkpoint/model_config.h"
 
+#include "extractor/base/json.h"
 #include "extractor/checkpoint/config_parts.h"
 #include "extractor/checkpoint/config_reader.h"
 

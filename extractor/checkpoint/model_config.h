@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "extractor/base/json.h"
+#include "extractor/base/json_fwd.h"
 #include "extractor/base/status.h"
 
 namespace statetap {

@@ -9,7 +9,6 @@
 #include <string>
 #include <vector>
 
-#include "extractor/base/json.h"
 #include "extractor/base/status.h"
 #include "extractor/shard/statistics.h"
 

@@ -1,5 +1,6 @@
 #include "extractor/text/chat_message.h"
 
+#include "extractor/base/json.h"
 #include "extractor/text/python_text.h"
 
 namespace statetap {

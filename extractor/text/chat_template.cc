@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "extractor/base/json.h"
 #include "extractor/text/chat_message.h"
 #include "extractor/text/python_text.h"
 #include "extractor/text/thought.h"

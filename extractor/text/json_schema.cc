@@ -4,6 +4,7 @@
 #include <initializer_list>
 #include <set>
 
+#include "extractor/base/json.h"
 #include "extractor/text/python_text.h"
 
 namespace statetap {

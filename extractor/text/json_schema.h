@@ -7,7 +7,7 @@
 #include <utility>
 #include <vector>
 
-#include "extractor/base/json.h"
+#include "extractor/base/json_fwd.h"
 #include "extractor/base/status.h"
 
 namespace statetap {

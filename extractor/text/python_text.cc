@@ -7,6 +7,8 @@
 #include <cmath>
 #include <vector>
 
+#include "extractor/base/json.h"
+
 namespace statetap {
 namespace {
 

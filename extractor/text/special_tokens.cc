@@ -5,6 +5,8 @@
 #include <functional>
 #include <set>
 
+#include "extractor/base/json.h"
+
 namespace statetap {
 
 absl::StatusOr<SpecialTokens> SpecialTokens::Parse(const Json& config, int32_t first_id) {

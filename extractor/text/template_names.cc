@@ -1,5 +1,6 @@
 // Names, choice and identity of the chat templates.
 #include "extractor/base/digest.h"
+#include "extractor/base/json.h"
 #include "extractor/text/chat_template.h"
 
 namespace statetap {

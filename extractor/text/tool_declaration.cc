@@ -4,6 +4,7 @@
 #include <tuple>
 #include <vector>
 
+#include "extractor/base/json.h"
 #include "extractor/text/json_schema.h"
 #include "extractor/text/python_text.h"
 

@@ -3,7 +3,7 @@
 
 #include <string>
 
-#include "extractor/base/json.h"
+#include "extractor/base/json_fwd.h"
 #include "extractor/base/status.h"
 
 namespace statetap {

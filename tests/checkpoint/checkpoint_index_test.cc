@@ -2,6 +2,7 @@
 
 #include <cstring>
 
+#include "extractor/base/json.h"
 #include "extractor/checkpoint/tensor_inventory.h"
 #include "tests/checkpoint/editable_checkpoint.h"
 

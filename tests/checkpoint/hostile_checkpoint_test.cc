@@ -2,6 +2,7 @@
 // left to the sanitizers; the tests below look at what the readers return.
 #include <random>
 
+#include "extractor/base/json.h"
 #include "extractor/checkpoint/safetensors_json.h"
 #include "tests/checkpoint/editable_checkpoint.h"
 

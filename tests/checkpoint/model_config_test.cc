@@ -1,5 +1,6 @@
 #include "extractor/checkpoint/model_config.h"
 
+#include "extractor/base/json.h"
 #include "extractor/checkpoint/maker_files.h"
 #include "tests/support/status_matchers.h"
 

@@ -1,9 +1,13 @@
 // Commands in process against a server that is made up: output, exit codes, what is uploaded.
+#include <fcntl.h>
+#include <unistd.h>
+
 #include <fstream>
 #include <sstream>
 
 #include "client/cli/command.h"
 #include "client/cli/job_flags.h"
+#include "extractor/base/json.h"
 #include "tests/client/fake_server.h"
 #include "tests/support/status_matchers.h"
 #include "tests/support/temp_dir.h"
@@ -203,6 +207,8 @@ TEST_F(CliTest, OptionsReachTheServer) {
                                "off",
                                "--shard-bytes",
                                "2MiB",
+                               "--eval-fraction",
+                               "0.25",
                                "--mode",
                                "prefill"});
   ASSERT_EQ(outcome.code, kExitDone) << outcome.err;
@@ -325,6 +331,30 @@ TEST_F(CliTest, CallsThatChangeNothingAreTriedAgain) {
   const Outcome outcome = Run({"show", "job-1"});
   EXPECT_EQ(outcome.code, kExitFailed);
   EXPECT_THAT(outcome.err, HasSubstr("drains"));
+}
+
+TEST_F(CliTest, AWatchGoesOnWhenTheServerComesBack) {
+  Run({"submit", Prompts(1)});
+  server_.jobs.watch_breaks = 2;
+  const Outcome outcome = Run({"watch", "job-1"});
+  EXPECT_EQ(outcome.code, kExitDone) << outcome.err;
+  EXPECT_THAT(outcome.err, HasSubstr("lost the server"));
+  EXPECT_THAT(outcome.out, HasSubstr("succeeded"));
+}
+
+TEST_F(CliTest, StandardInputIsReadTwice) {
+  const std::string file = Prompts(7);
+  const int saved = dup(STDIN_FILENO);
+  const int given = open(file.c_str(), O_RDONLY);
+  dup2(given, STDIN_FILENO);
+  const Outcome outcome = Run({"submit", "-"});
+  dup2(saved, STDIN_FILENO);
+  close(given);
+  close(saved);
+  ASSERT_EQ(outcome.code, kExitDone) << outcome.err;
+  ASSERT_EQ(server_.jobs.jobs()[0].samples.size(), 7u);
+  EXPECT_EQ(server_.jobs.jobs()[0].samples[6].source(), "stdin");
+  EXPECT_EQ(server_.jobs.jobs()[0].job.options().name(), "") << "named by its content";
 }
 
 TEST_F(CliTest, SamplesAndRejectedOverAllPages) {

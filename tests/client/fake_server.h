@@ -29,7 +29,8 @@ struct FakeJob {
 
 class FakeJobs : public v1::Jobs::Service {
  public:
-  std::atomic<int> unavailable = 0;  // so many calls fail before one works
+  std::atomic<int> unavailable = 0;   // so many calls fail before one works
+  std::atomic<int> watch_breaks = 0;  // so many watches break after their first message
   v1::JobState end_state = v1::JOB_STATE_SUCCEEDED;
   std::vector<int> boundaries = {2, 4, 8};  // of the jobs to come
 
@@ -67,12 +68,15 @@ class FakeJobs : public v1::Jobs::Service {
 
   grpc::Status WatchJob(grpc::ServerContext*, const v1::GetJobRequest* request,
                         grpc::ServerWriter<v1::Job>* writer) override {
-    return Answer(request->job(), [&](const FakeJob& job) {
+    const bool breaks = watch_breaks-- > 0;
+    const grpc::Status status = Answer(request->job(), [&](const FakeJob& job) {
       v1::Job running = job.job;
       running.set_state(v1::JOB_STATE_RUNNING);
       writer->Write(running);
-      writer->Write(job.job);
+      if (!breaks) writer->Write(job.job);
     });
+    if (breaks) return {grpc::StatusCode::UNAVAILABLE, "the server restarts"};
+    return status;
   }
 
   grpc::Status CancelJob(grpc::ServerContext*, const v1::GetJobRequest* request,

@@ -2,6 +2,7 @@
 
 #include <limits>
 
+#include "extractor/base/json.h"
 #include "statetap/v1/features.pb.h"
 #include "statetap/v1/jobs.pb.h"
 #include "statetap/v1/model.pb.h"

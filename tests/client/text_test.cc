@@ -69,6 +69,13 @@ TEST(TableTest, TextGivesWayToTheTerminalNumbersDoNot) {
   EXPECT_NE(table.Format(0).find(std::string(60, 'p')), std::string::npos);
 }
 
+TEST(TableTest, WhatPeopleCopyStaysWhole) {
+  Table table({Whole("job"), Left("name")});
+  table.Add({"job-12345678", std::string(40, 'n')});
+  EXPECT_NE(table.Format(24).find("job-12345678  nnnnnnnnn…\n"), std::string::npos)
+      << table.Format(24);
+}
+
 TEST(FormatTest, Numbers) {
   EXPECT_EQ(FormatBytes(812), "812 B");
   EXPECT_EQ(FormatBytes(1024 * 1024 - 1), "1.0 MiB");
@@ -142,7 +149,8 @@ TEST(ProgressTest, BarFillsByEighths) {
 }
 
 TEST(ProgressTest, DescribesCountsRateAndEta) {
-  EXPECT_EQ(DescribeProgress(RunningJob()), "31/64 stored · 1 rejected · 8 running · 87 tok/s · ETA 0:35");
+  EXPECT_EQ(DescribeProgress(RunningJob()),
+            "31/64 stored · 1 rejected · 8 running · 87 tok/s · ETA 0:35");
 }
 
 TEST(ProgressTest, FitsTheTerminal) {

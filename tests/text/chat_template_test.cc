@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <set>
 
+#include "extractor/base/json.h"
 #include "extractor/text/python_text.h"
 #include "extractor/text/tool_declaration.h"
 #include "tests/support/status_matchers.h"

@@ -1,6 +1,7 @@
 // What is supervised, and which thoughts are kept.
 #include <map>
 
+#include "extractor/base/json.h"
 #include "extractor/text/chat_template.h"
 #include "tests/support/status_matchers.h"
 #include "tests/text/text_fixtures.h"

@@ -3,6 +3,7 @@
 #include <random>
 
 #include "extractor/base/file.h"
+#include "extractor/base/json.h"
 #include "extractor/text/bpe.h"
 #include "extractor/text/utf8.h"
 #include "tests/support/status_matchers.h"
