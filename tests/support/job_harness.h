@@ -10,6 +10,7 @@
 #include <thread>
 #include <vector>
 
+#include "extractor/base/json.h"
 #include "extractor/shard/shard_reader.h"
 #include "server/jobs/admission.h"
 #include "server/jobs/job_runner.h"
