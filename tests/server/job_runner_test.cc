@@ -81,7 +81,7 @@ TEST(JobRunnerTest, SampleMeetingNonFiniteStatesIsRejectedAlone) {
   EXPECT_EQ(rejected[0].sample.rejection->reason, "non_finite");
   EXPECT_EQ(rejected[0].sample.rejection->layer, 4);
   EXPECT_EQ(rejected[0].sample.rejection->token, 20);
-  EXPECT_EQ(harness.runner->buffered_bytes(), 0);
+  EXPECT_EQ(harness.BufferedInTheEnd(), 0);
 }
 
 TEST(JobRunnerTest, SamplesDoNotDependOnNeighboursOrRestarts) {
@@ -130,7 +130,7 @@ TEST(JobRunnerTest, CancelKeepsWhatIsFinished) {
   // The engine is free for others.
   ASSERT_OK_AND_ASSIGN(const JobRecord next, harness.Submit(Options(), Chats(3)));
   EXPECT_EQ(harness.WaitForEnd(next).counts.stored, 3);
-  EXPECT_EQ(harness.runner->buffered_bytes(), 0);
+  EXPECT_EQ(harness.BufferedInTheEnd(), 0);
 }
 
 TEST(JobRunnerTest, CancelOfAQueuedJobCancelsAll) {
@@ -184,7 +184,7 @@ TEST(JobRunnerTest, FailedWriteWaitsAndGoesOnWhenMended) {
   const JobRecord done = harness.WaitForEnd(job);
   EXPECT_EQ(done.counts.stored, 130);
   EXPECT_EQ(harness.Checksums(job).size(), 130u);
-  EXPECT_EQ(harness.runner->buffered_bytes(), 0);
+  EXPECT_EQ(harness.BufferedInTheEnd(), 0);
 }
 
 TEST(JobRunnerTest, OtherConfigurationMakesTheJobWaitAndNamesTheField) {

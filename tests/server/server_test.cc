@@ -1,6 +1,7 @@
 // The whole server in process, over loopback, before a fake engine.
 #include "server/server.h"
 
+#include <grpcpp/generic/generic_stub.h>
 #include <grpcpp/grpcpp.h>
 #include <httplib.h>
 #include <unistd.h>
@@ -429,6 +430,37 @@ TEST_F(ServerTest, QuietClientThatPingsOftenIsNotCut) {
   }
   const grpc::Status status = stream->Finish();
   EXPECT_TRUE(status.ok()) << status.error_message();
+}
+
+TEST_F(ServerTest, StandardHealthAndReflectionAnswer) {
+  // As any generic client: bytes by hand. grpc.health.v1: field 1 of the answer is the status.
+  grpc::GenericStub stub(channel_);
+  const auto call = [&](const std::string& method, const std::string& request) {
+    grpc::ClientContext context;
+    grpc::CompletionQueue queue;
+    const grpc::Slice slice(request);
+    const grpc::ByteBuffer bytes(&slice, 1);
+    auto reader = stub.PrepareUnaryCall(&context, method, bytes, &queue);
+    reader->StartCall();
+    grpc::ByteBuffer answer;
+    grpc::Status status;
+    reader->Finish(&answer, &status, nullptr);
+    void* tag;
+    bool ok;
+    queue.Next(&tag, &ok);
+    EXPECT_TRUE(status.ok()) << method << ": " << status.error_message();
+    grpc::Slice whole;
+    return answer.DumpToSingleSlice(&whole).ok()
+               ? std::string(reinterpret_cast<const char*>(whole.begin()), whole.size())
+               : std::string();
+  };
+  const std::string serving = "\x08\x01";
+  EXPECT_EQ(call("/grpc.health.v1.Health/Check", ""), serving);
+  EXPECT_EQ(call("/grpc.health.v1.Health/Check", "\x0a\x10statetap.v1.Jobs"), serving);
+  // list_services is field 7 of the request.
+  const std::string services = call(
+      "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo", std::string("\x3a\x00", 2));
+  EXPECT_THAT(services, HasSubstr("statetap.v1.Features"));
 }
 
 TEST_F(ServerTest, FailedEngineIsUnavailable) {

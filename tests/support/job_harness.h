@@ -10,6 +10,7 @@
 #include <thread>
 #include <vector>
 
+#include "extractor/base/json.h"
 #include "extractor/shard/shard_reader.h"
 #include "server/jobs/admission.h"
 #include "server/jobs/job_runner.h"
@@ -108,6 +109,13 @@ class JobHarness {
   }
   JobRecord WaitForEnd(const JobRecord& job) {
     return WaitUntil(job, [](const JobRecord& now) { return HasEnded(now.state); });
+  }
+
+  // The buffer is given back a moment after the store's last transaction.
+  int64_t BufferedInTheEnd() {
+    for (int i = 0; i < 2000 && runner->buffered_bytes() != 0; ++i)
+      std::this_thread::sleep_for(std::chrono::milliseconds(2));
+    return runner->buffered_bytes();
   }
 
   // Checksums of the job's stored samples by id: over ids, mask, scores and every state.
