@@ -1,15 +1,11 @@
 #include "server/features/feature_stream.h"
 
 #include <algorithm>
-#include <cstring>
 #include <utility>
-
-#include "extractor/base/json.h"
 
 namespace statetap {
 namespace {
 
-constexpr int64_t kPieceBytes = int64_t{2} << 20;
 constexpr int64_t kReadAhead = 256;
 constexpr std::chrono::milliseconds kLook{50};
 constexpr std::chrono::milliseconds kNoteInterval{100};
@@ -18,102 +14,6 @@ constexpr std::chrono::seconds kLastAcknowledgements{10};
 absl::Status Gone() { return absl::CancelledError("the client has gone"); }
 
 }  // namespace
-
-absl::StatusOr<std::vector<int>> SelectBoundaries(std::span<const int> wanted,
-                                                  std::span<const int> stored) {
-  if (wanted.empty()) return std::vector<int>(stored.begin(), stored.end());
-  if (wanted.size() == 1 && wanted[0] == -1) return std::vector<int>();
-  for (const int boundary : wanted) {
-    if (std::find(stored.begin(), stored.end(), boundary) != stored.end()) continue;
-    return absl::InvalidArgumentError(fmt::format("boundaries: {} is not stored; the job has {}",
-                                                  boundary, fmt::join(stored, ", ")));
-  }
-  std::vector<int> selected(wanted.begin(), wanted.end());
-  std::sort(selected.begin(), selected.end());
-  selected.erase(std::unique(selected.begin(), selected.end()), selected.end());
-  return selected;
-}
-
-v1::StreamHeader HeaderOf(const JobRecord& job, const ShardConfig& config,
-                          std::span<const int> boundaries) {
-  v1::StreamHeader header;
-  header.set_job(job.id);
-  header.set_hidden(config.hidden);
-  header.set_layers(config.layers);
-  header.mutable_boundaries()->Assign(boundaries.begin(), boundaries.end());
-  header.set_dtype("bf16");
-  header.set_rms_norm_eps(config.rms_norm_eps);
-  header.set_model_digest(config.model_digest);
-  header.set_model_name(config.model_name);
-  const Json attributes = {{"job", config.job},
-                           {"model_name", config.model_name},
-                           {"model_digest", config.model_digest},
-                           {"quantization", config.quantization},
-                           {"hidden", config.hidden},
-                           {"layers", config.layers},
-                           {"boundaries", config.boundaries},
-                           {"rms_norm_eps", config.rms_norm_eps},
-                           {"inner_eps", config.inner_eps},
-                           {"rope_json", config.rope_json},
-                           {"tokenizer_digest", config.tokenizer_digest},
-                           {"template_name", config.template_name},
-                           {"template_digest", config.template_digest},
-                           {"thinking", config.thinking},
-                           {"options_json", config.options_json},
-                           {"producer", config.producer}};
-  header.set_attributes_json(DumpJson(attributes));
-  return header;
-}
-
-absl::Status SendSample(const ShardReader& shard, const IndexedSample& sample, uint64_t delivery,
-                        std::span<const int> boundaries, const FeatureOutlet& outlet) {
-  if (sample.position >= static_cast<int64_t>(shard.samples().size()))
-    return absl::DataLossError(
-        fmt::format("{} has no sample {}", shard.path().string(), sample.position));
-  const SampleEntry& entry = shard.samples()[static_cast<size_t>(sample.position)];
-  STATETAP_ASSIGN_OR_RETURN(const SampleRecord record, shard.ReadRecord(sample.position));
-  v1::StreamFeaturesResponse message;
-  v1::SampleHeader& header = *message.mutable_sample();
-  header.set_delivery(delivery);
-  header.set_id(record.id);
-  header.set_source(record.source);
-  header.set_meta_json(record.meta_json);
-  header.set_split(record.split);
-  header.mutable_input_ids()->Assign(record.input_ids.begin(), record.input_ids.end());
-  header.set_loss_mask(record.loss_mask.data(), record.loss_mask.size());
-  header.mutable_logprobs()->Assign(record.logprobs.begin(), record.logprobs.end());
-  header.mutable_entropies()->Assign(record.entropies.begin(), record.entropies.end());
-  header.set_prompt_tokens(record.prompt_tokens);
-  header.set_finish_reason(record.finish_reason);
-  header.set_truncated(record.truncated);
-  header.set_source_index(record.source_index);
-  header.set_checksum(entry.checksum);
-  if (!outlet(message)) return Gone();
-
-  const ShardConfig& config = shard.config();
-  const int64_t piece_rows = std::max<int64_t>(1, kPieceBytes / (2 * int64_t{config.hidden}));
-  std::vector<uint16_t> rows;
-  for (const int boundary : boundaries) {
-    const auto place = std::find(config.boundaries.begin(), config.boundaries.end(), boundary);
-    if (place == config.boundaries.end())
-      return absl::DataLossError(
-          fmt::format("{} has no boundary {}", shard.path().string(), boundary));
-    const int index = static_cast<int>(place - config.boundaries.begin());
-    for (int64_t first = 0; first < entry.rows; first += piece_rows) {
-      const int64_t count = std::min(piece_rows, entry.rows - first);
-      rows.resize(static_cast<size_t>(count * config.hidden));
-      STATETAP_RETURN_IF_ERROR(shard.ReadStates(index, entry.first_row + first, rows));
-      v1::StreamFeaturesResponse piece;
-      v1::SampleData& data = *piece.mutable_data();
-      data.set_delivery(delivery);
-      data.set_boundary(boundary);
-      data.set_first_row(first);
-      data.set_states(rows.data(), rows.size() * sizeof(uint16_t));
-      if (!outlet(piece)) return Gone();
-    }
-  }
-  return absl::OkStatus();
-}
 
 absl::StatusOr<std::unique_ptr<FeatureStream>> FeatureStream::Open(JobStore& store,
                                                                    ShardCache& shards,

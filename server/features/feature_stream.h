@@ -8,7 +8,6 @@
 #include <condition_variable>
 #include <cstdint>
 #include <deque>
-#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -18,27 +17,10 @@
 #include <vector>
 
 #include "server/features/consumer_groups.h"
+#include "server/features/sample_messages.h"
 #include "server/features/shard_cache.h"
-#include "server/jobs/served_model.h"
-#include "statetap/v1/features.pb.h"
 
 namespace statetap {
-
-// Blocks while the network is full. False: the client has gone.
-using FeatureOutlet = std::function<bool(const v1::StreamFeaturesResponse&)>;
-
-// The boundaries of `wanted` in a job that has `stored`, none: all of them, a single −1: none.
-// INVALID_ARGUMENT names the one that is not there.
-absl::StatusOr<std::vector<int>> SelectBoundaries(std::span<const int> wanted,
-                                                  std::span<const int> stored);
-
-// Sends one sample: its header, then its states in pieces of at most 2 MiB. CANCELLED where the
-// client has gone.
-absl::Status SendSample(const ShardReader& shard, const IndexedSample& sample, uint64_t delivery,
-                        std::span<const int> boundaries, const FeatureOutlet& outlet);
-
-v1::StreamHeader HeaderOf(const JobRecord& job, const ShardConfig& config,
-                          std::span<const int> boundaries);
 
 class FeatureStream {
  public:

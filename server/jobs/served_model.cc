@@ -51,7 +51,7 @@ absl::StatusOr<ServedModel> ServedModel::Of(const CheckpointIndex& checkpoint,
   STATETAP_ASSIGN_OR_RETURN(Tokenizer tokenizer, Tokenizer::Open(checkpoint.folder()));
   ServedModel model;
   model.name = checkpoint.name();
-  model.path = checkpoint.folder().string();
+  model.path = std::filesystem::absolute(checkpoint.folder()).lexically_normal().string();
   model.digest = checkpoint.digest();
   model.config = checkpoint.config();
   model.quantized = checkpoint.quantized();

@@ -195,8 +195,8 @@ class JobStore {
   absl::StatusOr<std::string> FirstDifference(int64_t key, int64_t other);
   absl::StatusOr<std::string> ContentDigest(int64_t key, std::string_view options);
   absl::Status DeleteRows(int64_t key);
-  template <typename Body>
-  absl::Status Transact(int64_t key, const Body& body);
+  // Begin, `body`, Settle, commit; rolls back where one of them fails.
+  absl::Status Transact(int64_t key, const std::function<absl::Status()>& body);
 
   const Options options_;
   mutable std::mutex write_mutex_;

@@ -1,0 +1,31 @@
+// Stored samples as messages of a stream.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <span>
+#include <vector>
+
+#include "extractor/shard/shard_reader.h"
+#include "server/store/job_store.h"
+#include "statetap/v1/features.pb.h"
+
+namespace statetap {
+
+// Blocks while the network is full. False: the client has gone.
+using FeatureOutlet = std::function<bool(const v1::StreamFeaturesResponse&)>;
+
+// The boundaries of `wanted` in a job that has `stored`, none: all of them, a single −1: none.
+// INVALID_ARGUMENT names the one that is not there.
+absl::StatusOr<std::vector<int>> SelectBoundaries(std::span<const int> wanted,
+                                                  std::span<const int> stored);
+
+// Sends one sample: its header, then its states in pieces of at most 2 MiB. CANCELLED where the
+// client has gone.
+absl::Status SendSample(const ShardReader& shard, const IndexedSample& sample, uint64_t delivery,
+                        std::span<const int> boundaries, const FeatureOutlet& outlet);
+
+v1::StreamHeader HeaderOf(const JobRecord& job, const ShardConfig& config,
+                          std::span<const int> boundaries);
+
+}  // namespace statetap

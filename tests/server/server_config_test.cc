@@ -1,0 +1,69 @@
+#include <unistd.h>
+
+#include <fstream>
+
+#include "server/config.h"
+#include "server/server.h"
+#include "tests/support/status_matchers.h"
+#include "tests/support/temp_dir.h"
+
+namespace statetap {
+namespace {
+
+using ::testing::HasSubstr;
+using testing::StatusIs;
+
+TEST(DataFolderLockTest, SecondServerIsToldWhoHasIt) {
+  testing::TempDir dir;
+  {
+    ASSERT_OK_AND_ASSIGN(const auto lock, DataFolderLock::Acquire(dir.path()));
+    EXPECT_THAT(
+        DataFolderLock::Acquire(dir.path()).status(),
+        StatusIs(absl::StatusCode::kFailedPrecondition, fmt::format("process id {}", getpid())));
+  }
+  EXPECT_OK(DataFolderLock::Acquire(dir.path()));
+}
+
+ParsedArguments Parse(std::vector<const char*> arguments) {
+  arguments.insert(arguments.begin(), "statetapd");
+  return ParseArguments(static_cast<int>(arguments.size()), arguments.data());
+}
+
+TEST(ServerConfigTest, FlagsAndFileGiveTheSame) {
+  testing::TempDir dir;
+  std::ofstream(dir / "config") << "model = \"m\"\ndata = \"d\"\nmax-batch-tokens = 77\ntp = 2\n";
+  const std::string file = dir / "config";
+  const ParsedArguments parsed = Parse({"--config", file.c_str(), "--kv-cache-gib", "0.5"});
+  ASSERT_TRUE(parsed.config) << parsed.text;
+  EXPECT_EQ(parsed.config->model, "m");
+  EXPECT_EQ(parsed.config->engine.max_batch_tokens, 77);
+  EXPECT_EQ(parsed.config->engine.ranks, 2);
+  EXPECT_EQ(parsed.config->engine.kv_cache_bytes, int64_t{1} << 29);
+  const ParsedArguments flags = Parse(
+      {"--model", "m", "--data", "d", "--shards", "a,b", "--http", "", "--experts", "tensor"});
+  ASSERT_TRUE(flags.config) << flags.text;
+  EXPECT_EQ(flags.config->shards.size(), 2u);
+  EXPECT_TRUE(flags.config->http.empty());
+  EXPECT_EQ(flags.config->engine.experts, EngineOptions::Experts::kTensor);
+}
+
+TEST(ServerConfigTest, WrongUsageExitsWithTwoAndSaysWhatIsNear) {
+  const auto wrong = [](std::vector<const char*> arguments, std::string_view part) {
+    const ParsedArguments parsed = Parse(std::move(arguments));
+    EXPECT_FALSE(parsed.config);
+    EXPECT_EQ(parsed.exit_code, 2);
+    EXPECT_THAT(parsed.text, HasSubstr(std::string(part)));
+  };
+  wrong({"--modle", "m", "--data", "d"}, "did you mean --model?");
+  wrong({"--model", "m", "--data", "d", "--max-batch-token", "4"}, "--max-batch-tokens?");
+  wrong({"--model", "m"}, "--data");
+  wrong({"--model", "m", "--data", "d", "--tp", "0"}, "--tp");
+  wrong({"--model", "m", "--data", "d", "--listen", "nowhere"}, "--listen");
+  wrong({"--model", "m", "--data", "d", "--backend", "tpu"}, "--backend");
+  EXPECT_EQ(Parse({"--help"}).exit_code, 0);
+  EXPECT_THAT(Parse({"--help"}).text, HasSubstr("--drain-seconds"));
+  EXPECT_THAT(FindModel("org/none").status(), StatusIs(absl::StatusCode::kNotFound, "downloaded"));
+}
+
+}  // namespace
+}  // namespace statetap

@@ -1,0 +1,164 @@
+// The server as an operator meets it: draining, health, ports, clients that ping, a failed engine.
+#include <grpcpp/generic/generic_stub.h>
+#include <grpcpp/grpcpp.h>
+#include <httplib.h>
+
+#include "tests/support/server_fixture.h"
+
+namespace statetap {
+namespace {
+
+using testing::FakeModel;
+using ::testing::HasSubstr;
+using testing::StatusIs;
+using ServerLifeTest = testing::ServerFixture;
+
+TEST_F(ServerLifeTest, DrainFinishesWhatRunsAndARestartGoesOn) {
+  engine_->faults.step = std::chrono::milliseconds(1);
+  v1::Job job;
+  ASSERT_TRUE(Submit({}, Chats(120), &job).ok());
+  std::this_thread::sleep_for(std::chrono::milliseconds(80));
+  server_->Drain(std::chrono::seconds(20));
+  const JobRecord before = [&] {
+    const auto store = JobStore::Open(dir_ / "statetap.db", {.verify_counts = true});
+    return *(*store)->GetJob(job.id());
+  }();
+  EXPECT_GT(before.counts.stored, 0);
+  EXPECT_GT(before.counts.to_do, 0);
+  server_.reset();
+  Start();
+  EXPECT_EQ(Watch(job.id()).counts().stored(), 120);
+}
+
+TEST_F(ServerLifeTest, WatchersAndStreamsEndWhenTheServerDrains) {
+  engine_->faults.step = std::chrono::milliseconds(5);
+  v1::Job job;
+  ASSERT_TRUE(Submit({}, Chats(400), &job).ok());
+  grpc::Status watched;
+  std::thread watcher([&] { Watch(job.id(), &watched); });
+  grpc::ClientContext context;
+  auto stream = features_->StreamFeatures(&context);
+  v1::StreamFeaturesRequest request;
+  request.mutable_start()->set_job(job.id());
+  request.mutable_start()->set_follow(true);
+  stream->Write(request);
+  std::this_thread::sleep_for(std::chrono::milliseconds(50));
+  const auto begun = std::chrono::steady_clock::now();
+  server_->Drain(std::chrono::seconds(0));
+  EXPECT_LT(std::chrono::steady_clock::now() - begun, std::chrono::seconds(5));
+  watcher.join();
+  EXPECT_EQ(watched.error_code(), grpc::StatusCode::UNAVAILABLE);
+  v1::StreamFeaturesResponse response;
+  while (stream->Read(&response)) {
+  }
+  EXPECT_EQ(stream->Finish().error_code(), grpc::StatusCode::UNAVAILABLE);
+}
+
+TEST_F(ServerLifeTest, QuietClientThatPingsOftenIsNotCut) {
+  engine_->faults.step = std::chrono::milliseconds(20);
+  v1::Job job;
+  ASSERT_TRUE(Submit({}, Chats(100), &job).ok());
+  grpc::ChannelArguments arguments;
+  arguments.SetInt(GRPC_ARG_KEEPALIVE_TIME_MS, 200);
+  arguments.SetInt(GRPC_ARG_KEEPALIVE_PERMIT_WITHOUT_CALLS, 1);
+  arguments.SetInt(GRPC_ARG_HTTP2_MAX_PINGS_WITHOUT_DATA, 0);
+  arguments.SetInt(GRPC_ARG_USE_LOCAL_SUBCHANNEL_POOL, 1);
+  const auto channel = grpc::CreateCustomChannel(server_->grpc_address(),
+                                                 grpc::InsecureChannelCredentials(), arguments);
+  const auto features = v1::Features::NewStub(channel);
+  grpc::ClientContext context;
+  auto stream = features->StreamFeatures(&context);
+  v1::StreamFeaturesRequest request;
+  request.mutable_start()->set_job(job.id());
+  request.mutable_start()->set_follow(true);
+  stream->Write(request);
+  std::this_thread::sleep_for(std::chrono::milliseconds(2500));  // a dozen pings, no data
+  EXPECT_EQ(channel->GetState(false), GRPC_CHANNEL_READY);
+  grpc::ClientContext cancel;
+  v1::GetJobRequest which;
+  which.set_job(job.id());
+  ASSERT_TRUE(jobs_->CancelJob(&cancel, which, &job).ok());
+  stream->WritesDone();
+  v1::StreamFeaturesResponse response;
+  while (stream->Read(&response)) {
+  }
+  const grpc::Status status = stream->Finish();
+  EXPECT_TRUE(status.ok()) << status.error_message();
+}
+
+TEST_F(ServerLifeTest, StandardHealthAndReflectionAnswer) {
+  // As any generic client: bytes by hand. grpc.health.v1: field 1 of the answer is the status.
+  grpc::GenericStub stub(channel_);
+  const auto call = [&](const std::string& method, const std::string& request) {
+    grpc::ClientContext context;
+    grpc::CompletionQueue queue;
+    const grpc::Slice slice(request);
+    const grpc::ByteBuffer bytes(&slice, 1);
+    auto reader = stub.PrepareUnaryCall(&context, method, bytes, &queue);
+    reader->StartCall();
+    grpc::ByteBuffer answer;
+    grpc::Status status;
+    reader->Finish(&answer, &status, nullptr);
+    void* tag;
+    bool ok;
+    queue.Next(&tag, &ok);
+    EXPECT_TRUE(status.ok()) << method << ": " << status.error_message();
+    grpc::Slice whole;
+    return answer.DumpToSingleSlice(&whole).ok()
+               ? std::string(reinterpret_cast<const char*>(whole.begin()), whole.size())
+               : std::string();
+  };
+  const std::string serving = "\x08\x01";
+  EXPECT_EQ(call("/grpc.health.v1.Health/Check", ""), serving);
+  EXPECT_EQ(call("/grpc.health.v1.Health/Check", "\x0a\x10statetap.v1.Jobs"), serving);
+  // list_services is field 7 of the request.
+  const std::string services = call(
+      "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo", std::string("\x3a\x00", 2));
+  EXPECT_THAT(services, HasSubstr("statetap.v1.Features"));
+}
+
+TEST_F(ServerLifeTest, FailedEngineIsUnavailable) {
+  engine_->faults.fail = true;
+  v1::Job job;
+  Submit({}, Chats(1), &job).ok();
+  for (int i = 0; i < 500 && server_->runner().engine_status().ok(); ++i)
+    std::this_thread::sleep_for(std::chrono::milliseconds(5));
+  const grpc::Status status = Submit({}, Chats(2), &job);
+  EXPECT_EQ(status.error_code(), grpc::StatusCode::UNAVAILABLE);
+  EXPECT_THAT(status.error_message(), HasSubstr("a rank has failed"));
+  httplib::Client client("http://" + server_->http_address());
+  const auto health = client.Get("/healthz");
+  ASSERT_TRUE(health);
+  EXPECT_EQ(health->status, 503);
+}
+
+TEST_F(ServerLifeTest, HttpTellsHealthAndMetrics) {
+  const auto where = server_->http_address();
+  httplib::Client client("http://" + where);
+  const auto health = client.Get("/healthz");
+  ASSERT_TRUE(health);
+  EXPECT_EQ(health->status, 200);
+  v1::Job job;
+  ASSERT_TRUE(Submit({}, Chats(3), &job).ok());
+  Watch(job.id());
+  const auto metrics = client.Get("/metrics");
+  ASSERT_TRUE(metrics);
+  EXPECT_THAT(metrics->body, HasSubstr("statetap_samples{state=\"stored\"} 3"));
+  EXPECT_THAT(metrics->body, HasSubstr("statetap_engine_up 1"));
+}
+
+TEST_F(ServerLifeTest, TakenPortsAreRefused) {
+  testing::TempDir other;
+  Server::Options options;
+  options.data = other.path();
+  options.listen = server_->grpc_address();
+  EXPECT_THAT(Server::Start(options, FakeModel(), *engine_).status(),
+              StatusIs(absl::StatusCode::kAlreadyExists, options.listen));
+  options.listen = "127.0.0.1:0";
+  options.http = server_->http_address();
+  EXPECT_THAT(Server::Start(options, FakeModel(), *engine_).status(),
+              StatusIs(absl::StatusCode::kAlreadyExists, options.http));
+}
+
+}  // namespace
+}  // namespace statetap
