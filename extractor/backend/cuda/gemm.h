@@ -1,0 +1,67 @@
+// Dense products by cuBLASLt: bf16 in, fp32 accumulation, bf16 or fp32 out.
+//
+// Algorithms are pinned: a shape gets one for steps of at most kSmallStep rows and one for larger
+// ones, chosen when the shape is first seen. A pinned algorithm with its fixed split of K gives a row
+// the same bits whatever the number of rows, so within each of the two a row does not depend on the
+// step it runs in. Shapes that cuBLASLt does not take (odd sizes) run on a plain kernel.
+#pragma once
+
+#include <cublasLt.h>
+#include <cuda_bf16.h>
+
+#include <map>
+#include <memory>
+#include <tuple>
+
+#include "extractor/backend/cuda/owners.h"
+
+namespace statetap::cuda {
+
+using bf16 = __nv_bfloat16;
+
+inline constexpr int kSmallStep = 256;
+
+// For each batch entry: y[m][n] (+)= sum over k of x[m][k] · w[n][k], or · w[k][n].
+struct GemmParams {
+  const bf16* x;  // [m, k], rows x_stride apart
+  int64_t x_stride;
+  const bf16* w;  // [n, k], or [k, n] if w_by_k; rows w_stride apart
+  int64_t w_stride;
+  void* y;  // [m, n], rows y_stride apart
+  int64_t y_stride;
+  int m, n, k;
+  bool w_by_k = false;
+  bool fp32_out = false;
+  bool accumulate = false;
+  int batch = 1;
+  int64_t x_batch = 0, w_batch = 0, y_batch = 0;  // elements between batch entries
+};
+
+// The plain kernel: one thread a value, k in ascending order.
+void PlainGemm(const GemmParams& params, cudaStream_t stream);
+
+class Gemm {
+ public:
+  Gemm();
+  // Enqueues on `stream`; one stream at a time, as the workspace is shared.
+  void Run(const GemmParams& params, cudaStream_t stream);
+
+ private:
+  // Everything but m that an algorithm depends on.
+  using Key = std::tuple<int, int, int64_t, int64_t, int64_t, int, int64_t, int64_t, int64_t, int>;
+  struct Plan {
+    bool plain = false;
+    cublasLtMatmulAlgo_t algorithm;
+  };
+  const Plan& PlanFor(const GemmParams& params, bool small);
+  Plan Choose(const GemmParams& params, bool small) const;
+
+  struct Destroy {
+    void operator()(cublasLtContext* handle) const { cublasLtDestroy(handle); }
+  };
+  std::unique_ptr<cublasLtContext, Destroy> handle_;
+  DeviceBuffer workspace_;
+  std::map<Key, Plan> small_, large_;
+};
+
+}  // namespace statetap::cuda

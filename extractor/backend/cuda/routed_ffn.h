@@ -1,0 +1,69 @@
+// Routed experts: sorting, both grouped products with SwiGLU between them, and the sum over a token's
+// experts.
+#pragma once
+
+#include <cuda_bf16.h>
+
+#include <cstdint>
+
+#include "extractor/backend/cuda/gemm.h"
+#include "extractor/backend/cuda/weight_blocks.h"
+
+namespace statetap::cuda {
+
+// Rows of one expert that a thread block multiplies together.
+struct TokenTile {
+  int32_t slot, first_row, rows;
+};
+
+// Sorts the pairs (token, k) whose expert is this rank's by slot, within a slot by token:
+//   token_of_row[row], row_of[token · top_k + k] (−1: another rank's expert), and for each slot its
+//   rows in tiles of at most tile_rows.
+struct SortRowsParams {
+  const int32_t* experts;         // [num_tokens, top_k]
+  const int32_t* slot_of_expert;  // [num_experts]
+  int num_tokens, top_k, num_slots, tile_rows;
+  int32_t* counts;        // [num_slots]
+  int32_t* first_row;     // [num_slots + 1]
+  int32_t* token_of_row;  // [num_tokens · top_k]
+  int32_t* row_of;        // [num_tokens · top_k]
+  TokenTile* tiles;       // [num_tokens · top_k / tile_rows + num_slots]
+  int32_t* num_tiles;     // [1]
+};
+void SortRows(const SortRowsParams& params, cudaStream_t stream);
+
+// One product for all experts. Gate-up: out = silu(gate x) · (up x); down: out = down x.
+struct GroupedProductParams {
+  const unsigned char* weights;  // of slot 0
+  int64_t slot_bytes;            // from one slot to the next
+  int k_blocks, weight_tiles;    // of an expert
+  const TokenTile* tiles;
+  const int32_t* num_tiles;
+  const bf16* x;                 // rows x_stride apart
+  int64_t x_stride;              // multiple of 8
+  int k;                         // columns of x that count, multiple of 8
+  const int32_t* row_of_x;       // [rows]: row of x for a row of the tile list; null: the same
+  bf16* out;                     // [rows], out_stride apart
+  int64_t out_stride;
+  int out_columns;               // multiple of 8: columns of weight tiles behind them are not written
+};
+enum class Product { kGateUp, kDown };
+enum class Format { kInt4, kBf16 };
+// tile_rows: 16, 32, 64 or, of INT4, 128; the same as in SortRows. A row's bits do not depend on it.
+void GroupedProduct(const GroupedProductParams& params, Product product, Format format,
+                    int tile_rows, cudaStream_t stream);
+
+// partial[t] = sum over k with row_of[t][k] ≥ 0, by ascending expert, of weights[t][k] · y[row]; fp32,
+// rounded once.
+struct SumRowsParams {
+  const bf16* y;           // [rows, hidden]
+  const int32_t* row_of;   // [num_tokens, top_k]
+  const int32_t* experts;  // [num_tokens, top_k]
+  const float* weights;    // [num_tokens, top_k]
+  int num_tokens, top_k, hidden;
+  bf16* partial;  // [num_tokens, hidden]
+};
+inline constexpr int kMaxTopK = 64;
+void SumExpertRows(const SumRowsParams& params, cudaStream_t stream);
+
+}  // namespace statetap::cuda
