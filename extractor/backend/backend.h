@@ -170,7 +170,8 @@ struct SampleParams {
   const Weight& lm_head;  // [local vocab, hidden]
   int hidden, vocab, vocab_per_rank;
   int first, count;
-  // Host [count], complete after Backend::Finish. Null, all three, on a rank that does not keep them.
+  // Host [count], complete after Backend::Finish. Null, all three, on a rank that does not keep
+  // them.
   int32_t* ids;
   float* logprobs;  // NaN where a logit is not finite
   float* entropies;

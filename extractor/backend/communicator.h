@@ -1,6 +1,6 @@
-// The ranks of one model. How they pass rows to each other is each backend's own affair (host memory,
-// device memory and events); everywhere, all ranks make the same calls in the same order and sums
-// are taken in rank order, so all ranks hold the same bits.
+// The ranks of one model. How they pass rows to each other is each backend's own affair (host
+// memory, device memory and events); everywhere, all ranks make the same calls in the same order
+// and sums are taken in rank order, so all ranks hold the same bits.
 #pragma once
 
 #include <cstddef>

@@ -112,9 +112,9 @@ void Transformer::FeedForward(const Step& step, int layer) {
                   static_cast<float>(config_.routed_scaling), own_experts_, own_weights_});
   backend_.Gather(step, {own_experts_, experts_, top_k * sizeof(int32_t)});
   backend_.Gather(step, {own_weights_, expert_weights_, top_k * sizeof(float)});
-  backend_.RoutedFfn(step, {x, step.sharded ? experts_ : own_experts_,
-                            step.sharded ? expert_weights_ : own_weights_, *w.experts,
-                            config_.top_k, partial_});
+  backend_.RoutedFfn(
+      step, {x, step.sharded ? experts_ : own_experts_,
+             step.sharded ? expert_weights_ : own_weights_, *w.experts, config_.top_k, partial_});
   if (w.dense.gate != nullptr) {
     backend_.DenseFfn(step, {x, *w.dense.gate, *w.dense.up, *w.dense.down, config_.hidden,
                              layout_.shared_width(), /*accumulate=*/true, partial_});

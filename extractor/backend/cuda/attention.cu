@@ -1,6 +1,7 @@
+#include "extractor/backend/cuda/attention.h"
+
 #include <algorithm>
 
-#include "extractor/backend/cuda/attention.h"
 #include "extractor/backend/cuda/check.h"
 #include "extractor/backend/cuda/mma.h"
 
@@ -9,8 +10,8 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / 32;
-constexpr int kKeys = kPageTokens;    // of a step of the loop: one page
-constexpr int kMaxLatent = 512;       // columns of c
+constexpr int kKeys = kPageTokens;                     // of a step of the loop: one page
+constexpr int kMaxLatent = 512;                        // columns of c
 constexpr int kColumnTiles = kMaxLatent / 8 / kWarps;  // n8 tiles of the output that a warp holds
 constexpr int kPad = 8;  // values behind a row in shared memory: ldmatrix without bank conflicts
 constexpr int kSmallRows = 16, kLargeRows = 64;
@@ -44,8 +45,7 @@ __global__ void RotateAndStoreKernel(const RotateAndStoreParams p) {
   }
   for (int i = threadIdx.x; i < p.num_heads * pairs; i += blockDim.x) {
     const int head = i / pairs, pair = i % pairs;
-    const bf16* from =
-        p.queries + (t * p.num_heads + head) * (p.nope + p.rope) + p.nope + 2 * pair;
+    const bf16* from = p.queries + (t * p.num_heads + head) * (p.nope + p.rope) + p.nope + 2 * pair;
     const float2 to = Rotate(__bfloat162float(from[0]), __bfloat162float(from[1]), rotary[pair]);
     bf16* absorbed = p.absorbed + (t * p.num_heads + head) * latent_dim + p.kv_lora + 2 * pair;
     absorbed[0] = __float2bfloat16_rn(to.x);
@@ -133,8 +133,7 @@ __global__ void __launch_bounds__(kThreads)
     const int num_keys = min(kKeys, last_position + 1 - first_key);
     __syncthreads();  // all are done with the last page
     LoadRows(keys, stride,
-             p.cache +
-                 CacheRow(p.page_table, p.pages_per_seq, sequence, first_key) * p.latent_dim,
+             p.cache + CacheRow(p.page_table, p.pages_per_seq, sequence, first_key) * p.latent_dim,
              kKeys, num_keys, p.latent_dim, padded);
     __syncthreads();
 

@@ -46,11 +46,11 @@ AttentionForms AttentionFormsOf(int num_heads, int latent_dim);
 // A page at a time, ascending, with a running maximum; softmax in fp32, its weights rounded to bf16
 // for the product. A row's arithmetic depends neither on the tile nor on the form it is in.
 struct AttendParams {
-  const bf16* absorbed;        // [num_tokens, num_heads, latent_dim]
-  const bf16* cache;           // [pages, page, latent_dim] of the layer
-  const int32_t* positions;    // [num_tokens]
-  const int32_t* sequence;     // [num_tokens]
-  const int32_t* page_table;   // [num_seqs, pages_per_seq]
+  const bf16* absorbed;       // [num_tokens, num_heads, latent_dim]
+  const bf16* cache;          // [pages, page, latent_dim] of the layer
+  const int32_t* positions;   // [num_tokens]
+  const int32_t* sequence;    // [num_tokens]
+  const int32_t* page_table;  // [num_seqs, pages_per_seq]
   int pages_per_seq;
   const AttentionTile* tiles;  // [num_small, then num_large]
   int num_small, num_large;

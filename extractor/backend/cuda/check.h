@@ -1,4 +1,5 @@
-// A CUDA call that failed is a fault: it throws, with the caller's line. Seen by nvcc, so no fmt here.
+// A CUDA call that failed is a fault: it throws, with the caller's line. Seen by nvcc, so no fmt
+// here.
 #pragma once
 
 #include <cublasLt.h>

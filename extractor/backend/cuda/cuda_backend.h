@@ -17,8 +17,8 @@ struct CudaOptions {
 // GPUs that this process can use; 0 without a driver.
 int NumGpus();
 
-// `world` ranks as threads of this process. Rank r runs on GPU r mod NumGpus(): ranks may share one.
-// Throws GpuError where a device fails or lacks what the kernels need.
+// `world` ranks as threads of this process. Rank r runs on GPU r mod NumGpus(): ranks may share
+// one. Throws GpuError where a device fails or lacks what the kernels need.
 std::vector<std::unique_ptr<Backend>> MakeCudaBackends(int world, const CudaOptions& options);
 
 }  // namespace statetap

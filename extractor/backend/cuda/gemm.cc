@@ -23,8 +23,8 @@ struct Descriptors {
     Check(cublasLtMatmulDescSetAttribute(&operation, CUBLASLT_MATMUL_DESC_TRANSA, &op_w,
                                          sizeof(op_w)));
     const auto n = static_cast<uint64_t>(p.n), k = static_cast<uint64_t>(p.k);
-    Check(cublasLtMatrixLayoutInit(&w, CUDA_R_16BF, p.w_by_k ? n : k, p.w_by_k ? k : n,
-                                   p.w_stride));
+    Check(
+        cublasLtMatrixLayoutInit(&w, CUDA_R_16BF, p.w_by_k ? n : k, p.w_by_k ? k : n, p.w_stride));
     Check(cublasLtMatrixLayoutInit(&x, CUDA_R_16BF, k, static_cast<uint64_t>(m), p.x_stride));
     Check(cublasLtMatrixLayoutInit(&y, p.fp32_out ? CUDA_R_32F : CUDA_R_16BF, n,
                                    static_cast<uint64_t>(m), p.y_stride));

@@ -1,9 +1,9 @@
 // Dense products by cuBLASLt: bf16 in, fp32 accumulation, bf16 or fp32 out.
 //
 // Algorithms are pinned: a shape gets one for steps of at most kSmallStep rows and one for larger
-// ones, chosen when the shape is first seen. A pinned algorithm with its fixed split of K gives a row
-// the same bits whatever the number of rows, so within each of the two a row does not depend on the
-// step it runs in. Shapes that cuBLASLt does not take (odd sizes) run on a plain kernel.
+// ones, chosen when the shape is first seen. A pinned algorithm with its fixed split of K gives a
+// row the same bits whatever the number of rows, so within each of the two a row does not depend on
+// the step it runs in. Shapes that cuBLASLt does not take (odd sizes) run on a plain kernel.
 #pragma once
 
 #include <cublasLt.h>

@@ -24,8 +24,8 @@ __device__ inline void LoadMatricesTransposed(uint32_t (&to)[4], const void* row
                : "r"(SharedAddress(row)));
 }
 
-// d += a · b, 16 × 8 × 16. Lane 4q + t holds a: rows q, q + 8 at k 2t, 2t + 1 and 2t + 8, 2t + 9; b:
-// column q at the same k; d: rows q and q + 8, columns 2t, 2t + 1.
+// d += a · b, 16 × 8 × 16. Lane 4q + t holds a: rows q, q + 8 at k 2t, 2t + 1 and 2t + 8, 2t + 9;
+// b: column q at the same k; d: rows q and q + 8, columns 2t, 2t + 1.
 __device__ inline void Mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
   asm volatile(
       "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "

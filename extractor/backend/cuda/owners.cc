@@ -70,6 +70,11 @@ void DeviceBuffer::Reserve(size_t bytes) {
   *this = DeviceBuffer(bytes);
 }
 
+void CopyIn(void* device, const void* host, size_t bytes) {
+  Check(cudaMemcpy(device, host, bytes, cudaMemcpyHostToDevice));
+  Check(cudaStreamSynchronize(nullptr));
+}
+
 PinnedBuffer::PinnedBuffer(size_t bytes) : size_(bytes) {
   void* memory;
   Check(cudaHostAlloc(&memory, std::max<size_t>(bytes, 1), cudaHostAllocPortable));

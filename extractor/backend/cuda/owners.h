@@ -60,6 +60,9 @@ class DeviceBuffer {
   size_t size_ = 0;
 };
 
+// Host to device, complete on return for every stream (a plain copy from pageable memory is not).
+void CopyIn(void* device, const void* host, size_t bytes);
+
 // Host memory that copy engines reach.
 class PinnedBuffer {
  public:

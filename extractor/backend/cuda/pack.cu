@@ -65,8 +65,7 @@ __global__ void PackValuesKernel(const PackParams p, DType stored) {
 }
 
 unsigned Blocks(int64_t count) {
-  return static_cast<unsigned>(
-      std::clamp<int64_t>((count + kThreads - 1) / kThreads, 1, 4096));
+  return static_cast<unsigned>(std::clamp<int64_t>((count + kThreads - 1) / kThreads, 1, 4096));
 }
 
 }  // namespace

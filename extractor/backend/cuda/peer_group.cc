@@ -16,8 +16,7 @@ constexpr int kPollsBetweenLooks = 1024;
 
 PeerGroup::PeerGroup(int world) : ranks_(static_cast<size_t>(world)) {
   if (world > kMaxRanks) {
-    Fail(std::to_string(world) + " ranks: at most " + std::to_string(kMaxRanks) +
-         " are supported");
+    Fail(std::to_string(world) + " ranks: at most " + std::to_string(kMaxRanks) + " are supported");
   }
 }
 

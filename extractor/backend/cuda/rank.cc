@@ -36,8 +36,7 @@ class Packing {
 
 }  // namespace
 
-CudaBackend::CudaBackend(int rank, int device, std::shared_ptr<PeerGroup> group,
-                         const CudaOptions&)
+CudaBackend::CudaBackend(int rank, int device, std::shared_ptr<PeerGroup> group, const CudaOptions&)
     : device_(device), communicator_(rank, std::move(group)), uploader_(device) {
   communicator_.group().Join(rank);
 }
@@ -66,8 +65,7 @@ std::unique_ptr<Weight> CudaBackend::NewExperts(const ExpertsShape& shape) {
 
 void CudaBackend::FinishWeights() { uploader_.Finish(); }
 
-const void* CudaBackend::NewRotary(std::span<const float> inverse_frequencies,
-                                   int num_positions) {
+const void* CudaBackend::NewRotary(std::span<const float> inverse_frequencies, int num_positions) {
   std::vector<float> table;
   table.reserve(2 * inverse_frequencies.size() * static_cast<size_t>(num_positions));
   for (int position = 0; position < num_positions; ++position) {
@@ -78,7 +76,7 @@ const void* CudaBackend::NewRotary(std::span<const float> inverse_frequencies,
     }
   }
   void* memory = Allocate(table.size() * sizeof(float));
-  Check(cudaMemcpy(memory, table.data(), table.size() * sizeof(float), cudaMemcpyHostToDevice));
+  CopyIn(memory, table.data(), table.size() * sizeof(float));
   return memory;
 }
 
@@ -120,8 +118,7 @@ void CudaBackend::PlanScratch(const Limits& limits) {
   }
   plan(picked_, limits.max_logit_rows, limits.hidden, sizeof(bf16));
   plan(normed_, limits.max_logit_rows, limits.hidden, sizeof(bf16));
-  plan(logits_, limits.max_logit_rows, limits.padded_vocab / communicator_.world(),
-       sizeof(float));
+  plan(logits_, limits.max_logit_rows, limits.padded_vocab / communicator_.world(), sizeof(float));
   plan(all_logits_, limits.max_logit_rows, limits.padded_vocab, sizeof(float));
   plan(results_, 3, tokens, sizeof(float));
   results_host_ = PinnedBuffer(static_cast<size_t>(3 * tokens) * sizeof(float));
@@ -195,7 +192,14 @@ Step CudaBackend::Begin(const StepPlan& plan, bool sharded) {
 void CudaBackend::Multiply(const bf16* x, int64_t x_stride, int m, const Weight& weight, void* y,
                            int64_t y_stride, bool fp32_out, bool accumulate) {
   const DeviceMatrix& w = AsMatrix(weight);
-  GemmParams p{x, x_stride, w.data(), w.cols(), y, y_stride, m, static_cast<int>(w.rows()),
+  GemmParams p{x,
+               x_stride,
+               w.data(),
+               w.cols(),
+               y,
+               y_stride,
+               m,
+               static_cast<int>(w.rows()),
                static_cast<int>(w.cols())};
   p.fp32_out = fp32_out;
   p.accumulate = accumulate;
@@ -248,8 +252,8 @@ void CudaBackend::LatentProject(const Step& step, const LatentProjectParams& p) 
   } else {
     Check(cudaMemcpy2DAsync(latents, static_cast<size_t>(row) * sizeof(bf16), x,
                             static_cast<size_t>(p.hidden) * sizeof(bf16),
-                            static_cast<size_t>(p.hidden) * sizeof(bf16),
-                            static_cast<size_t>(rows), cudaMemcpyDeviceToDevice, stream()));
+                            static_cast<size_t>(p.hidden) * sizeof(bf16), static_cast<size_t>(rows),
+                            cudaMemcpyDeviceToDevice, stream()));
   }
   Multiply(x, p.hidden, rows, p.kv_a, latents + p.query_dim, row);
   norm(p.kv_a_norm, latents + p.query_dim, p.kv_lora);
@@ -274,12 +278,17 @@ void CudaBackend::Attention(const Step& step, const AttentionParams& p) {
   const int64_t row = p.query_dim + latent_dim, heads = p.num_heads;
   const int64_t up_rows = int64_t{p.nope_dim + p.v_dim} * p.kv_lora;  // of kv_b, a head
   const auto* latents = static_cast<const bf16*>(p.latents);
-  auto* cache = cache_.as<bf16>() +
-                int64_t{p.layer} * num_pages_ * kPageTokens * cache_width_;
+  auto* cache = cache_.as<bf16>() + int64_t{p.layer} * num_pages_ * kPageTokens * cache_width_;
   Multiply(latents, row, step.num_tokens, p.q_b, queries_.as<bf16>(), heads * head_dim);
 
-  GemmParams absorb{queries_.as<bf16>(), heads * head_dim, AsMatrix(p.kv_b).data(), p.kv_lora,
-                    absorbed_.as<bf16>(), heads * latent_dim, step.num_tokens, p.kv_lora,
+  GemmParams absorb{queries_.as<bf16>(),
+                    heads * head_dim,
+                    AsMatrix(p.kv_b).data(),
+                    p.kv_lora,
+                    absorbed_.as<bf16>(),
+                    heads * latent_dim,
+                    step.num_tokens,
+                    p.kv_lora,
                     p.nope_dim};
   absorb.w_by_k = true;
   absorb.batch = p.num_heads;
@@ -287,20 +296,26 @@ void CudaBackend::Attention(const Step& step, const AttentionParams& p) {
   absorb.w_batch = up_rows;
   absorb.y_batch = latent_dim;
   gemm_.Run(absorb, stream());
-  RotateAndStore({latents, row, p.query_dim, queries_.as<bf16>(),
-                  static_cast<const float2*>(p.rotary), step.positions, step.sequence,
-                  step.page_table, step.pages_per_seq, cache, absorbed_.as<bf16>(),
-                  step.num_tokens, p.num_heads, p.nope_dim, p.rope_dim, p.kv_lora},
-                 stream());
+  RotateAndStore(
+      {latents, row, p.query_dim, queries_.as<bf16>(), static_cast<const float2*>(p.rotary),
+       step.positions, step.sequence, step.page_table, step.pages_per_seq, cache,
+       absorbed_.as<bf16>(), step.num_tokens, p.num_heads, p.nope_dim, p.rope_dim, p.kv_lora},
+      stream());
   Attend({absorbed_.as<bf16>(), cache, step.positions, step.sequence, step.page_table,
           step.pages_per_seq, device_tiles_, num_small_tiles_,
           static_cast<int>(tiles_.size()) - num_small_tiles_, p.num_heads, latent_dim, p.kv_lora,
           p.scale, attended_.as<bf16>()},
          stream());
 
-  GemmParams values{attended_.as<bf16>(), heads * p.kv_lora,
-                    AsMatrix(p.kv_b).data() + int64_t{p.nope_dim} * p.kv_lora, p.kv_lora,
-                    heads_.as<bf16>(), heads * p.v_dim, step.num_tokens, p.v_dim, p.kv_lora};
+  GemmParams values{attended_.as<bf16>(),
+                    heads * p.kv_lora,
+                    AsMatrix(p.kv_b).data() + int64_t{p.nope_dim} * p.kv_lora,
+                    p.kv_lora,
+                    heads_.as<bf16>(),
+                    heads * p.v_dim,
+                    step.num_tokens,
+                    p.v_dim,
+                    p.kv_lora};
   values.batch = p.num_heads;
   values.x_batch = p.kv_lora;
   values.w_batch = up_rows;
@@ -312,10 +327,10 @@ void CudaBackend::Attention(const Step& step, const AttentionParams& p) {
 void CudaBackend::Route(const Step& step, const RouteParams& p) {
   Multiply(static_cast<const bf16*>(p.x), p.hidden, step.own.count, p.gate,
            router_logits_.as<float>(), p.num_experts, /*fp32_out=*/true);
-  ChooseExperts({router_logits_.as<float>(), AsMatrix(p.bias).vector(), step.own.count,
-                 p.num_experts, p.top_k, p.num_groups, p.top_groups, p.normalise, p.scaling,
-                 p.experts, p.weights},
-                stream());
+  ChooseExperts(
+      {router_logits_.as<float>(), AsMatrix(p.bias).vector(), step.own.count, p.num_experts,
+       p.top_k, p.num_groups, p.top_groups, p.normalise, p.scaling, p.experts, p.weights},
+      stream());
 }
 
 void CudaBackend::RoutedFfn(const Step& step, const RoutedFfnParams& p) {
@@ -326,11 +341,11 @@ void CudaBackend::RoutedFfn(const Step& step, const RoutedFfnParams& p) {
   const int expected = CeilDiv(step.num_tokens * p.top_k, num_experts);
   int tile_rows = experts.format() == Format::kInt4 ? 128 : 64;
   while (tile_rows > 16 && tile_rows / 2 >= expected) tile_rows /= 2;
-  SortRows({p.experts, experts.slot_of_expert(), step.num_tokens, p.top_k,
-            experts.shape().num_slots, tile_rows, counts_.as<int32_t>(),
-            first_row_.as<int32_t>(), token_of_row_.as<int32_t>(), row_of_.as<int32_t>(),
-            row_tiles_.as<TokenTile>(), num_row_tiles_.as<int32_t>()},
-           stream());
+  SortRows(
+      {p.experts, experts.slot_of_expert(), step.num_tokens, p.top_k, experts.shape().num_slots,
+       tile_rows, counts_.as<int32_t>(), first_row_.as<int32_t>(), token_of_row_.as<int32_t>(),
+       row_of_.as<int32_t>(), row_tiles_.as<TokenTile>(), num_row_tiles_.as<int32_t>()},
+      stream());
   GroupedProductParams product{};
   product.weights = experts.gate_up();
   product.slot_bytes = experts.slot_bytes();
@@ -382,8 +397,7 @@ void CudaBackend::Capture(const Step& step, const CaptureParams& p) {
   captured_event_.Hold(copies_.get());
   Check(cudaMemcpyAsync(host, aside, count * sizeof(uint16_t), cudaMemcpyDeviceToHost,
                         copies_.get()));
-  uint16_t* to =
-      p.to + static_cast<size_t>(step.own.begin) * static_cast<size_t>(p.hidden);
+  uint16_t* to = p.to + static_cast<size_t>(step.own.begin) * static_cast<size_t>(p.hidden);
   pending_states_.push_back({to, count, host});
 }
 
@@ -413,8 +427,8 @@ void CudaBackend::Sample(const Step& step, const SampleParams& p) {
   SumAddNorm(sum, stream());
   communicator_.Leave(stream());
 
-  Multiply(normed_.as<bf16>(), p.hidden, p.count, p.lm_head, logits_.as<float>(),
-           p.vocab_per_rank, /*fp32_out=*/true);
+  Multiply(normed_.as<bf16>(), p.hidden, p.count, p.lm_head, logits_.as<float>(), p.vocab_per_rank,
+           /*fp32_out=*/true);
   const float* logits = logits_.as<float>();
   if (communicator_.world() > 1) {
     const auto block = static_cast<size_t>(p.count) * static_cast<size_t>(p.vocab_per_rank);

@@ -13,7 +13,7 @@
 
 namespace statetap::cuda {
 
-class CudaBackend final : public Backend {
+class CudaBackend : public Backend {
  public:
   CudaBackend(int rank, int device, std::shared_ptr<PeerGroup> group, const CudaOptions& options);
   ~CudaBackend() override;

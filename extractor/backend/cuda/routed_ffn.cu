@@ -1,7 +1,8 @@
+#include "extractor/backend/cuda/routed_ffn.h"
+
 #include <algorithm>
 
 #include "extractor/backend/cuda/check.h"
-#include "extractor/backend/cuda/routed_ffn.h"
 
 namespace statetap::cuda {
 namespace {

@@ -1,5 +1,5 @@
-// Routed experts: sorting, both grouped products with SwiGLU between them, and the sum over a token's
-// experts.
+// Routed experts: sorting, both grouped products with SwiGLU between them, and the sum over a
+// token's experts.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -39,22 +39,23 @@ struct GroupedProductParams {
   int k_blocks, weight_tiles;    // of an expert
   const TokenTile* tiles;
   const int32_t* num_tiles;
-  const bf16* x;                 // rows x_stride apart
-  int64_t x_stride;              // multiple of 8
-  int k;                         // columns of x that count, multiple of 8
-  const int32_t* row_of_x;       // [rows]: row of x for a row of the tile list; null: the same
-  bf16* out;                     // [rows], out_stride apart
+  const bf16* x;            // rows x_stride apart
+  int64_t x_stride;         // multiple of 8
+  int k;                    // columns of x that count, multiple of 8
+  const int32_t* row_of_x;  // [rows]: row of x for a row of the tile list; null: the same
+  bf16* out;                // [rows], out_stride apart
   int64_t out_stride;
-  int out_columns;               // multiple of 8: columns of weight tiles behind them are not written
+  int out_columns;  // multiple of 8: columns of weight tiles behind them are not written
 };
 enum class Product { kGateUp, kDown };
 enum class Format { kInt4, kBf16 };
-// tile_rows: 16, 32, 64 or, of INT4, 128; the same as in SortRows. A row's bits do not depend on it.
+// tile_rows: 16, 32, 64 or, of INT4, 128; the same as in SortRows. A row's bits do not depend on
+// it.
 void GroupedProduct(const GroupedProductParams& params, Product product, Format format,
                     int tile_rows, cudaStream_t stream);
 
-// partial[t] = sum over k with row_of[t][k] ≥ 0, by ascending expert, of weights[t][k] · y[row]; fp32,
-// rounded once.
+// partial[t] = sum over k with row_of[t][k] ≥ 0, by ascending expert, of weights[t][k] · y[row];
+// fp32, rounded once.
 struct SumRowsParams {
   const bf16* y;           // [rows, hidden]
   const int32_t* row_of;   // [num_tokens, top_k]

@@ -1,5 +1,6 @@
-#include "extractor/backend/cuda/check.h"
 #include "extractor/backend/cuda/router.h"
+
+#include "extractor/backend/cuda/check.h"
 
 namespace statetap::cuda {
 namespace {
@@ -23,8 +24,7 @@ __device__ int ArgMax(const float* values, int count, int lane) {
   for (int offset = 16; offset > 0; offset /= 2) {
     const float other = __shfl_xor_sync(kAll, best, offset);
     const int other_index = __shfl_xor_sync(kAll, index, offset);
-    if (other_index >= 0 &&
-        (index < 0 || other > best || (other == best && other_index < index))) {
+    if (other_index >= 0 && (index < 0 || other > best || (other == best && other_index < index))) {
       best = other;
       index = other_index;
     }
@@ -102,8 +102,8 @@ void ChooseExperts(const ChooseExpertsParams& p, cudaStream_t stream) {
   if (p.num_tokens == 0) return;
   const size_t bytes =
       sizeof(float) * kTokens * static_cast<size_t>(2 * p.num_experts + p.num_groups);
-  ChooseKernel<<<static_cast<unsigned>((p.num_tokens + kTokens - 1) / kTokens), kTokens * 32,
-                 bytes, stream>>>(p);
+  ChooseKernel<<<static_cast<unsigned>((p.num_tokens + kTokens - 1) / kTokens), kTokens * 32, bytes,
+                 stream>>>(p);
   CheckLaunch();
 }
 

@@ -1,9 +1,10 @@
+#include "extractor/backend/cuda/rows.h"
+
 #include <cuda_fp16.h>
 
 #include <algorithm>
 
 #include "extractor/backend/cuda/check.h"
-#include "extractor/backend/cuda/rows.h"
 
 namespace statetap::cuda {
 namespace {
@@ -169,7 +170,8 @@ __global__ void ConvertKernel(const ConvertParams p) {
   }
 }
 
-// A thread a value of y; x and w are read through the caches. For sizes where speed does not matter.
+// A thread a value of y; x and w are read through the caches. For sizes where speed does not
+// matter.
 __global__ void PlainGemmKernel(const GemmParams p) {
   const int64_t i = blockIdx.x * int64_t{kThreads} + threadIdx.x;
   if (i >= int64_t{p.m} * p.n) return;

@@ -1,5 +1,6 @@
-#include "extractor/backend/cuda/check.h"
 #include "extractor/backend/cuda/sampling.h"
+
+#include "extractor/backend/cuda/check.h"
 #include "extractor/backend/philox.h"
 
 namespace statetap::cuda {
@@ -97,7 +98,8 @@ __device__ Cut FindCut(const Row& row, double goal, const Weight& weight, double
   const double each = weight(LogitOf(prefix)), tied = totals[prefix & 15u];
   const int count = static_cast<int>(tied / each + 0.5);
   int ties = 1;
-  while (ties < count && (kStrict ? above + ties * each <= goal : above + ties * each < goal)) ++ties;
+  while (ties < count && (kStrict ? above + ties * each <= goal : above + ties * each < goal))
+    ++ties;
   return {prefix, ties, above + ties * each};
 }
 

@@ -9,9 +9,9 @@
 
 namespace statetap::cuda {
 
-// The same rule and the same random numbers as the CPU backend: greedy with ties to the lower id, or
-// a draw from the softmax at `temperature` cut to the smallest set of most likely tokens with mass
-// ≥ top_p. Sums in fp64, in a fixed order.
+// The same rule and the same random numbers as the CPU backend: greedy with ties to the lower id,
+// or a draw from the softmax at `temperature` cut to the smallest set of most likely tokens with
+// mass ≥ top_p. Sums in fp64, in a fixed order.
 struct ChooseTokensParams {
   const float* logits;  // [ranks, count, vocab_per_rank]
   int count, vocab, vocab_per_rank;

@@ -2,14 +2,14 @@
 // which the tensor cores take them, for mma.sync m16n8k16 and wgmma m64nNk16 alike (the weights are
 // operand A, from registers). One description for packer, kernels, CPU emulation and tests.
 //
-// A tile is 4 blocks = 256 fragment rows = what one thread block multiplies; its blocks of one K step
-// lie one behind the other: [tile][k block][4]. Rows are dealt out so that a thread ends up with
-// neighbours: fragment rows q and q + 8 of a warp are gate and up of one column of h (SwiGLU in
-// registers), or four neighbouring columns of y over the two blocks of a pair.
+// A tile is 4 blocks = 256 fragment rows = what one thread block multiplies; its blocks of one K
+// step lie one behind the other: [tile][k block][4]. Rows are dealt out so that a thread ends up
+// with neighbours: fragment rows q and q + 8 of a warp are gate and up of one column of h (SwiGLU
+// in registers), or four neighbouring columns of y over the two blocks of a pair.
 //
 // An INT4 block is 2,304 bytes: per half of 32 K, 128 lanes × 8 bytes (a word a k16 step; nibbles i
-// and i + 4 are the two values of fragment register i), then per half 32 × 2 bf16 scales (rows q and
-// q + 8 of a warp). A bf16 block is 8,192 bytes: per k16 step 128 lanes × 4 registers.
+// and i + 4 are the two values of fragment register i), then per half 32 × 2 bf16 scales (rows q
+// and q + 8 of a warp). A bf16 block is 8,192 bytes: per k16 step 128 lanes × 4 registers.
 #pragma once
 
 #include <cstdint>
@@ -31,8 +31,8 @@ inline constexpr int kScalesOffset = 2048;  // within an INT4 block
 inline constexpr int kInt4BlockBytes = 2304;
 inline constexpr int kBf16BlockBytes = 8192;
 
-// A row of a tile: block 0…3, warp 0…3 of the 64 rows, quad 0…7, half 0 or 1 (row quad or quad + 8 of
-// the warp's 16).
+// A row of a tile: block 0…3, warp 0…3 of the 64 rows, quad 0…7, half 0 or 1 (row quad or quad + 8
+// of the warp's 16).
 struct FragmentRow {
   int tile, block, warp, quad, half;
 };

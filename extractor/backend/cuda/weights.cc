@@ -104,8 +104,7 @@ DeviceExperts::DeviceExperts(const ExpertsShape& shape, Uploader& uploader)
     Fail("hidden_size = " + std::to_string(shape.hidden) +
          ": the experts' kernels need a multiple of 8");
   }
-  Check(cudaMemcpy(slot_of_expert_.as<void>(), shape.slot_of_expert.data(),
-                   slot_of_expert_.size(), cudaMemcpyHostToDevice));
+  CopyIn(slot_of_expert_.as<void>(), shape.slot_of_expert.data(), slot_of_expert_.size());
 }
 
 void DeviceExperts::Fill(int part, int64_t first_row, int64_t rows, const std::byte* from,
@@ -115,8 +114,9 @@ void DeviceExperts::Fill(int part, int64_t first_row, int64_t rows, const std::b
   const bool down = projection == Projection::kDown;
   const int columns = down ? shape_.width : shape_.hidden;
   const DType stored = scales ? shape_.scale_dtype : shape_.int4 ? DType::kI32 : shape_.dtype;
-  const auto elements =
-      static_cast<size_t>(scales ? columns / kScaleGroup : shape_.int4 ? columns / 8 : columns);
+  const auto elements = static_cast<size_t>(scales        ? columns / kScaleGroup
+                                            : shape_.int4 ? columns / 8
+                                                          : columns);
   unsigned char* slot = memory() + part / 6 * slot_bytes();
   PackParams pack{};
   pack.projection = projection;

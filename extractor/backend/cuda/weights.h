@@ -111,7 +111,8 @@ inline const DeviceExperts& AsExperts(const Weight& weight) {
 }
 
 // Puts rows of a projection, in the checkpoint's form, where the blocks want them. INT4 words are
-// or-ed into zeroed memory: a word of a block holds nibbles of two rows, and rows come in any order.
+// or-ed into zeroed memory: a word of a block holds nibbles of two rows, and rows come in any
+// order.
 struct PackParams {
   const void* from;  // [rows, words or values], one row behind the other
   Projection projection;

@@ -1,10 +1,11 @@
 // Grouped product of routed experts by mma.sync and cp.async: sm_80 and later.
 //
-// A block multiplies one weight tile (256 fragment rows) with one token tile, over all of K. Weights
-// are operand A: they go from shared memory to registers in fragment order and are dequantised
-// there, so tokens are the columns of the result. Eight warps: warp w of pair w / 4 holds fragment
-// rows of two blocks, so that SwiGLU and the stores need no other thread's values. The grid is one
-// wave of blocks that walk (token tile, weight tile): how many there are is known on the device only.
+// A block multiplies one weight tile (256 fragment rows) with one token tile, over all of K.
+// Weights are operand A: they go from shared memory to registers in fragment order and are
+// dequantised there, so tokens are the columns of the result. Eight warps: warp w of pair w / 4
+// holds fragment rows of two blocks, so that SwiGLU and the stores need no other thread's values.
+// The grid is one wave of blocks that walk (token tile, weight tile): how many there are is known
+// on the device only.
 #include <algorithm>
 #include <cassert>
 
@@ -26,7 +27,7 @@ template <Format kFormat>
 constexpr int kStages = kFormat == Format::kInt4 ? 3 : 2;
 
 template <Format kFormat, int kRows>
-constexpr int kStageBytes = kTileBlocks * kBlockBytes<kFormat> + kRows * kTokenStride * 2;
+constexpr int kStageBytes = kTileBlocks* kBlockBytes<kFormat> + kRows* kTokenStride * 2;
 
 // Nibbles 0 and 4 of `word` as two bf16: (n − 8) · scale, rounded once, as the CPU does.
 __device__ uint32_t Dequantise(uint32_t word, uint32_t scale_twice) {
@@ -34,8 +35,12 @@ __device__ uint32_t Dequantise(uint32_t word, uint32_t scale_twice) {
   // 0x4300 is 128 in bf16; a nibble in its low mantissa bits makes 128 + n.
   asm("lop3.b32 %0, %1, 0x000f000f, 0x43004300, 0xea;" : "=r"(biased) : "r"(word));
   // − 136 (0x4308) is exact. fma, not sub and mul, which need sm_90: 1 · x + c and x · s + (−0).
-  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(value) : "r"(biased), "r"(0x3f803f80u), "r"(0xc308c308u));
-  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(scaled) : "r"(value), "r"(scale_twice), "r"(0x80008000u));
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;"
+      : "=r"(value)
+      : "r"(biased), "r"(0x3f803f80u), "r"(0xc308c308u));
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;"
+      : "=r"(scaled)
+      : "r"(value), "r"(scale_twice), "r"(0x80008000u));
   return scaled;
 }
 
@@ -46,8 +51,8 @@ __device__ void LoadWeights(const unsigned char* block, int step, uint32_t (&a)[
   if constexpr (kFormat == Format::kInt4) {
     const auto word =
         *reinterpret_cast<const uint32_t*>(block + step / 2 * 1024 + lane * 8 + step % 2 * 4);
-    const auto scales = *reinterpret_cast<const uint32_t*>(block + kScalesOffset +
-                                                           step / 2 * 128 + lane / 4 * 4);
+    const auto scales =
+        *reinterpret_cast<const uint32_t*>(block + kScalesOffset + step / 2 * 128 + lane / 4 * 4);
     const uint32_t low = __byte_perm(scales, scales, 0x1010),
                    high = __byte_perm(scales, scales, 0x3232);
     a[0] = Dequantise(word, low);
@@ -86,8 +91,7 @@ template <Format kFormat, int kRows>
 __device__ void MultiplyStage(const unsigned char* stage, float (&acc)[2][kRows / 8][4]) {
   const int lane = static_cast<int>(threadIdx.x) % 32, pair = static_cast<int>(threadIdx.x) / 128;
   const unsigned char* blocks = stage + pair * 2 * kBlockBytes<kFormat>;
-  const auto* tokens =
-      reinterpret_cast<const bf16*>(stage + kTileBlocks * kBlockBytes<kFormat>);
+  const auto* tokens = reinterpret_cast<const bf16*>(stage + kTileBlocks * kBlockBytes<kFormat>);
 #pragma unroll
   for (int step = 0; step < kBlockK / 16; ++step) {
     uint32_t a[2][4];
