@@ -102,7 +102,7 @@ void CudaBackend::PlanScratch(const Limits& limits) {
   plan(heads_, tokens, limits.heads_dim, sizeof(bf16));
   plan(gate_, tokens, limits.max_width, sizeof(bf16));
   plan(up_, tokens, limits.max_width, sizeof(bf16));
-  forms_ = AttentionFormsOf(limits.num_heads, limits.latent_dim);
+  if (limits.num_heads > 0) forms_ = AttentionFormsOf(limits.num_heads, limits.latent_dim);
   if (limits.num_experts > 0) {
     // Every pair (token, expert) may meet on one rank.
     const int64_t pairs = tokens * limits.top_k;
