@@ -36,9 +36,15 @@ class Packing {
 
 }  // namespace
 
-CudaBackend::CudaBackend(int rank, int device, std::shared_ptr<PeerGroup> group, const CudaOptions&)
+CudaBackend::CudaBackend(int rank, int device, std::shared_ptr<PeerGroup> group,
+                         const CudaOptions& options)
     : device_(device), communicator_(rank, std::move(group)), uploader_(device) {
   communicator_.group().Join(rank);
+  int major;
+  Check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
+  if (options.kernels == CudaOptions::Kernels::kHopper && major != 9)
+    Fail("--kernels hopper: GPU " + std::to_string(device) + " is not of that family");
+  hopper_ = major == 9 && options.kernels != CudaOptions::Kernels::kPortable;
 }
 
 CudaBackend::~CudaBackend() {
@@ -91,6 +97,7 @@ void CudaBackend::NewKvCache(int num_layers, int num_pages, int width) {
 
 void CudaBackend::PlanScratch(const Limits& limits) {
   Use();
+  row_maps_.clear();
   limits_ = limits;
   const auto plan = [&](DeviceBuffer& buffer, int64_t rows, int64_t width, size_t element) {
     buffer = DeviceBuffer(static_cast<size_t>(rows * width) * element);
@@ -107,8 +114,8 @@ void CudaBackend::PlanScratch(const Limits& limits) {
     // Every pair (token, expert) may meet on one rank.
     const int64_t pairs = tokens * limits.top_k;
     plan(router_logits_, tokens, limits.num_experts, sizeof(float));
-    plan(counts_, limits.num_experts, 1, sizeof(int32_t));
-    plan(first_row_, limits.num_experts + 1, 1, sizeof(int32_t));
+    plan(counts_, 2 * limits.num_experts, 1, sizeof(int32_t));
+    plan(first_row_, limits.num_experts, 1, sizeof(int32_t));
     plan(token_of_row_, pairs, 1, sizeof(int32_t));
     plan(row_of_, pairs, 1, sizeof(int32_t));
     plan(row_tiles_, pairs / 16 + limits.num_experts, 1, sizeof(TokenTile));
@@ -333,19 +340,47 @@ void CudaBackend::Route(const Step& step, const RouteParams& p) {
       stream());
 }
 
+const RowMaps& CudaBackend::MapsOf(const bf16* x, int columns) {
+  for (const MapsOfRows& made : row_maps_) {
+    if (made.x == x && made.columns == columns) return made.maps;
+  }
+  const int64_t rows = int64_t{limits_.max_tokens} * limits_.top_k;
+  row_maps_.push_back({x, columns, MakeRowMaps(x, rows, columns)});
+  return row_maps_.back().maps;
+}
+
 void CudaBackend::RoutedFfn(const Step& step, const RoutedFfnParams& p) {
   const DeviceExperts& experts = AsExperts(p.slots);
   const ExpertBlocks& blocks = experts.blocks();
   const auto num_experts = static_cast<int>(experts.shape().slot_of_expert.size());
-  // About the rows that an expert gets.
+  const bool by_hopper = hopper_ && experts.format() == Format::kInt4;
+  int tile_rows = by_hopper ? kHopperTileRows : experts.format() == Format::kInt4 ? 128 : 64;
+  // About the rows that an expert gets; Hopper's tiles are as wide as they need anyway.
   const int expected = CeilDiv(step.num_tokens * p.top_k, num_experts);
-  int tile_rows = experts.format() == Format::kInt4 ? 128 : 64;
-  while (tile_rows > 16 && tile_rows / 2 >= expected) tile_rows /= 2;
-  SortRows(
-      {p.experts, experts.slot_of_expert(), step.num_tokens, p.top_k, experts.shape().num_slots,
-       tile_rows, counts_.as<int32_t>(), first_row_.as<int32_t>(), token_of_row_.as<int32_t>(),
-       row_of_.as<int32_t>(), row_tiles_.as<TokenTile>(), num_row_tiles_.as<int32_t>()},
-      stream());
+  while (!by_hopper && tile_rows > 16 && tile_rows / 2 >= expected) tile_rows /= 2;
+  const SortRowsParams sorted{p.experts,
+                              experts.slot_of_expert(),
+                              step.num_tokens,
+                              p.top_k,
+                              experts.shape().num_slots,
+                              tile_rows,
+                              counts_.as<int32_t>(),
+                              first_row_.as<int32_t>(),
+                              token_of_row_.as<int32_t>(),
+                              row_of_.as<int32_t>(),
+                              row_tiles_.as<TokenTile>(),
+                              num_row_tiles_.as<int32_t>()};
+  SortRows(sorted, stream());
+  // TMA takes rows that lie together; y's memory is free until the second product.
+  if (by_hopper)
+    GatherTokens(static_cast<const bf16*>(p.x), sorted, blocks.hidden, y_.as<bf16>(), stream());
+  const auto multiply = [&](const GroupedProductParams& product, Product which) {
+    if (by_hopper) {
+      HopperProduct(product, MapsOf(product.x, product.k), which, stream());
+    } else {
+      GroupedProduct(product, which, experts.format(), tile_rows, stream());
+    }
+  };
   GroupedProductParams product{};
   product.weights = experts.gate_up();
   product.slot_bytes = experts.slot_bytes();
@@ -353,12 +388,12 @@ void CudaBackend::RoutedFfn(const Step& step, const RoutedFfnParams& p) {
   product.weight_tiles = blocks.gate_up_tiles();
   product.tiles = row_tiles_.as<TokenTile>();
   product.num_tiles = num_row_tiles_.as<int32_t>();
-  product.x = static_cast<const bf16*>(p.x);
+  product.x = by_hopper ? y_.as<bf16>() : static_cast<const bf16*>(p.x);
   product.x_stride = product.k = blocks.hidden;
-  product.row_of_x = token_of_row_.as<int32_t>();
+  product.row_of_x = by_hopper ? nullptr : token_of_row_.as<int32_t>();
   product.out = h_.as<bf16>();
   product.out_stride = product.out_columns = blocks.h_columns();
-  GroupedProduct(product, Product::kGateUp, experts.format(), tile_rows, stream());
+  multiply(product, Product::kGateUp);
   product.weights = experts.down();
   product.k_blocks = blocks.down_k_blocks();
   product.weight_tiles = blocks.down_tiles();
@@ -367,7 +402,7 @@ void CudaBackend::RoutedFfn(const Step& step, const RoutedFfnParams& p) {
   product.row_of_x = nullptr;
   product.out = y_.as<bf16>();
   product.out_stride = product.out_columns = blocks.hidden;
-  GroupedProduct(product, Product::kDown, experts.format(), tile_rows, stream());
+  multiply(product, Product::kDown);
   SumExpertRows({y_.as<bf16>(), row_of_.as<int32_t>(), p.experts, p.weights, step.num_tokens,
                  p.top_k, blocks.hidden, static_cast<bf16*>(p.partial)},
                 stream());

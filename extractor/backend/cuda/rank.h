@@ -57,6 +57,15 @@ class CudaBackend : public Backend {
   Gemm gemm_;
   std::vector<DeviceBuffer> memory_;
   DeviceBuffer cache_;
+  // Products of INT4 experts: Hopper's kernel, or the portable one.
+  const RowMaps& MapsOf(const bf16* x, int columns);
+  bool hopper_ = false;
+  struct MapsOfRows {
+    const bf16* x;
+    int columns;
+    RowMaps maps;
+  };
+  std::vector<MapsOfRows> row_maps_;  // made when a buffer is first multiplied
   int num_pages_ = 0, cache_width_ = 0;
   Limits limits_{};
   AttentionForms forms_;

@@ -9,67 +9,104 @@ namespace {
 
 constexpr int kThreads = 256;
 
+constexpr int kPairsABlock = 1024;
+constexpr int kMaxWidths = 32;  // tiles are classed by rows / 8
+
+// The slots of a block's pairs, −1 where the expert is another rank's or there is no pair.
 __device__ int SlotOf(const SortRowsParams& p, int64_t pair) {
-  return p.slot_of_expert[p.experts[pair]];
+  return pair < static_cast<int64_t>(p.num_tokens) * p.top_k ? p.slot_of_expert[p.experts[pair]]
+                                                             : -1;
 }
 
-// One block a slot.
+// A block counts kPairsABlock pairs in shared memory.
 __global__ void CountKernel(const SortRowsParams p) {
-  __shared__ int32_t total;
-  if (threadIdx.x == 0) total = 0;
+  extern __shared__ int32_t counts[];
+  for (int slot = threadIdx.x; slot < p.num_slots; slot += kThreads) counts[slot] = 0;
   __syncthreads();
-  const int64_t pairs = static_cast<int64_t>(p.num_tokens) * p.top_k;
-  int count = 0;
-  for (int64_t i = threadIdx.x; i < pairs; i += kThreads)
-    count += SlotOf(p, i) == static_cast<int>(blockIdx.x);
-  atomicAdd(&total, count);  // integers: any order gives the same sum
+  for (int i = threadIdx.x; i < kPairsABlock; i += kThreads) {
+    const int slot = SlotOf(p, static_cast<int64_t>(blockIdx.x) * kPairsABlock + i);
+    if (slot >= 0) atomicAdd(&counts[slot], 1);  // integers: any order gives the same sum
+  }
   __syncthreads();
-  if (threadIdx.x == 0) p.counts[blockIdx.x] = total;
+  for (int slot = threadIdx.x; slot < p.num_slots; slot += kThreads) {
+    if (counts[slot] > 0) atomicAdd(&p.counts[slot], counts[slot]);
+  }
 }
 
-// One thread: a few hundred slots.
+// One block, which reads the counts together; then one thread lists a few hundred tiles.
 __global__ void TilesKernel(const SortRowsParams p) {
-  int row = 0, tiles = 0;
+  extern __shared__ int32_t counts[];
+  for (int slot = threadIdx.x; slot < p.num_slots; slot += kThreads) counts[slot] = p.counts[slot];
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+  const auto for_each_tile = [&](const auto& body) {
+    int row = 0;
+    for (int slot = 0; slot < p.num_slots; ++slot) {
+      const int count = counts[slot], parts = (count + p.tile_rows - 1) / p.tile_rows;
+      for (int part = 0, done = 0; part < parts; ++part) {
+        const int rows = (count - done + parts - part - 1) / (parts - part);
+        body(TokenTile{slot, row + done, rows, (rows + 7) / 8 * 8});
+        done += rows;
+      }
+      row += count;
+    }
+  };
+  int next[kMaxWidths] = {};  // by width, falling: first how many, then where they begin
+  for_each_tile([&](const TokenTile& tile) { ++next[kMaxWidths - tile.width / 8]; });
+  int tiles = 0;
+  for (int& begin : next) {
+    const int count = begin;
+    begin = tiles;
+    tiles += count;
+  }
+  for_each_tile(
+      [&](const TokenTile& tile) { p.tiles[next[kMaxWidths - tile.width / 8]++] = tile; });
+  *p.num_tiles = tiles;
+  int row = 0;
   for (int slot = 0; slot < p.num_slots; ++slot) {
     p.first_row[slot] = row;
-    const int count = p.counts[slot], parts = (count + p.tile_rows - 1) / p.tile_rows;
-    for (int part = 0, done = 0; part < parts; ++part) {
-      const int rows = (count - done + parts - part - 1) / (parts - part);  // equal parts
-      p.tiles[tiles++] = {slot, row + done, rows};
-      done += rows;
-    }
-    row += count;
+    row += counts[slot];
   }
-  p.first_row[p.num_slots] = row;
-  *p.num_tiles = tiles;
 }
 
-// One block a slot: a running count in order of the pairs. Block 0 also marks what is elsewhere.
+// A block places kPairsABlock pairs: ranks among its own in shared memory, then one claim a slot.
 __global__ void PlaceKernel(const SortRowsParams p) {
-  __shared__ int32_t warps[kThreads / 32];
-  const int slot = static_cast<int>(blockIdx.x), warp = static_cast<int>(threadIdx.x) / 32,
-            lane = static_cast<int>(threadIdx.x) % 32;
-  const int64_t pairs = static_cast<int64_t>(p.num_tokens) * p.top_k;
-  int32_t next = p.first_row[slot];
-  for (int64_t begin = 0; begin < pairs; begin += kThreads) {
-    const int64_t pair = begin + threadIdx.x;
-    const int here = pair < pairs ? SlotOf(p, pair) : -2;
-    if (here == -1 && slot == 0) p.row_of[pair] = -1;
-    const unsigned mine = __ballot_sync(0xffffffffu, here == slot);
-    if (lane == 0) warps[warp] = __popc(mine);
-    __syncthreads();
-    int32_t before = 0, all = 0;
-    for (int w = 0; w < kThreads / 32; ++w) {
-      if (w < warp) before += warps[w];
-      all += warps[w];
-    }
-    if (here == slot) {
-      const int32_t row = next + before + __popc(mine & ((1u << lane) - 1));
-      p.token_of_row[row] = static_cast<int32_t>(pair / p.top_k);
-      p.row_of[pair] = row;
-    }
-    next += all;
-    __syncthreads();
+  extern __shared__ int32_t counts[];
+  constexpr int kEach = kPairsABlock / kThreads;
+  for (int slot = threadIdx.x; slot < p.num_slots; slot += kThreads) counts[slot] = 0;
+  __syncthreads();
+  int slots[kEach], ranks[kEach];
+#pragma unroll
+  for (int i = 0; i < kEach; ++i) {
+    slots[i] =
+        SlotOf(p, static_cast<int64_t>(blockIdx.x) * kPairsABlock + i * kThreads + threadIdx.x);
+    ranks[i] = slots[i] >= 0 ? atomicAdd(&counts[slots[i]], 1) : 0;
+  }
+  __syncthreads();
+  for (int slot = threadIdx.x; slot < p.num_slots; slot += kThreads) {
+    const int mine = counts[slot];
+    if (mine > 0) counts[slot] = p.first_row[slot] + atomicAdd(&p.counts[p.num_slots + slot], mine);
+  }
+  __syncthreads();
+#pragma unroll
+  for (int i = 0; i < kEach; ++i) {
+    const int64_t pair =
+        static_cast<int64_t>(blockIdx.x) * kPairsABlock + i * kThreads + threadIdx.x;
+    if (pair >= static_cast<int64_t>(p.num_tokens) * p.top_k) continue;
+    const int32_t row = slots[i] >= 0 ? counts[slots[i]] + ranks[i] : -1;
+    p.row_of[pair] = row;
+    if (row >= 0) p.token_of_row[row] = static_cast<int32_t>(pair / p.top_k);
+  }
+}
+
+// One block a row of the tile list; the rows behind the last are not there.
+__global__ void GatherKernel(const bf16* x, const SortRowsParams p, int hidden, bf16* to) {
+  const int last = p.num_slots - 1, rows = p.first_row[last] + p.counts[last];
+  for (int64_t row = blockIdx.x; row < rows; row += gridDim.x) {
+    const auto* from =
+        reinterpret_cast<const uint4*>(x + static_cast<int64_t>(p.token_of_row[row]) * hidden);
+    auto* out = reinterpret_cast<uint4*>(to + row * hidden);
+    for (int i = threadIdx.x; i < hidden / 8; i += kThreads) out[i] = from[i];
   }
 }
 
@@ -123,12 +160,23 @@ __global__ void SumKernel(const SumRowsParams p) {
 
 void SortRows(const SortRowsParams& p, cudaStream_t stream) {
   if (p.num_tokens == 0) return;
-  const auto slots = static_cast<unsigned>(p.num_slots);
-  CountKernel<<<slots, kThreads, 0, stream>>>(p);
+  const auto blocks = static_cast<unsigned>(
+      (static_cast<int64_t>(p.num_tokens) * p.top_k + kPairsABlock - 1) / kPairsABlock);
+  const size_t shared = static_cast<size_t>(p.num_slots) * sizeof(int32_t);
+  Check(cudaMemsetAsync(p.counts, 0, 2 * shared, stream));
+  CountKernel<<<blocks, kThreads, shared, stream>>>(p);
   CheckLaunch();
-  TilesKernel<<<1, 1, 0, stream>>>(p);
+  TilesKernel<<<1, kThreads, shared, stream>>>(p);
   CheckLaunch();
-  PlaceKernel<<<slots, kThreads, 0, stream>>>(p);
+  PlaceKernel<<<blocks, kThreads, shared, stream>>>(p);
+  CheckLaunch();
+}
+
+void GatherTokens(const bf16* x, const SortRowsParams& p, int hidden, bf16* to,
+                  cudaStream_t stream) {
+  if (p.num_tokens == 0) return;
+  const auto blocks = static_cast<unsigned>(std::min(p.num_tokens * p.top_k, 132 * 16));
+  GatherKernel<<<blocks, kThreads, 0, stream>>>(x, p, hidden, to);
   CheckLaunch();
 }
 

@@ -11,26 +11,32 @@
 
 namespace statetap::cuda {
 
-// Rows of one expert that a thread block multiplies together.
+// Rows of one expert that a thread block multiplies together. `width`: rows rounded up to what the
+// kernel's instructions take.
 struct TokenTile {
-  int32_t slot, first_row, rows;
+  int32_t slot, first_row, rows, width;
 };
 
-// Sorts the pairs (token, k) whose expert is this rank's by slot, within a slot by token:
+// Sorts the pairs (token, k) whose expert is this rank's by slot:
 //   token_of_row[row], row_of[token · top_k + k] (−1: another rank's expert), and for each slot its
-//   rows in tiles of at most tile_rows.
+//   rows in equal tiles of at most tile_rows, wide ones first.
+// The order within a slot is left open; no result depends on it.
 struct SortRowsParams {
   const int32_t* experts;         // [num_tokens, top_k]
   const int32_t* slot_of_expert;  // [num_experts]
   int num_tokens, top_k, num_slots, tile_rows;
-  int32_t* counts;        // [num_slots]
-  int32_t* first_row;     // [num_slots + 1]
+  int32_t* counts;        // [2 · num_slots]: rows of a slot; rows placed so far
+  int32_t* first_row;     // [num_slots]
   int32_t* token_of_row;  // [num_tokens · top_k]
   int32_t* row_of;        // [num_tokens · top_k]
   TokenTile* tiles;       // [num_tokens · top_k / tile_rows + num_slots]
   int32_t* num_tiles;     // [1]
 };
 void SortRows(const SortRowsParams& params, cudaStream_t stream);
+
+// to[row] = x[token_of_row[row]] for the rows of the tile list. hidden: multiple of 8.
+void GatherTokens(const bf16* x, const SortRowsParams& sorted, int hidden, bf16* to,
+                  cudaStream_t stream);
 
 // One product for all experts. Gate-up: out = silu(gate x) · (up x); down: out = down x.
 struct GroupedProductParams {
@@ -53,6 +59,17 @@ enum class Format { kInt4, kBf16 };
 // it.
 void GroupedProduct(const GroupedProductParams& params, Product product, Format format,
                     int tile_rows, cudaStream_t stream);
+
+// The same product for INT4 by wgmma and TMA (sm_90a): tiles of at most kHopperTileRows rows, each
+// as wide as it needs. x must lie in the order of the rows (row_of_x null) with maps of its own.
+inline constexpr int kHopperTileRows = 200;
+struct RowMaps {  // tensor maps of x by tile width: CUtensorMap, 128 bytes each
+  alignas(64) unsigned char maps[kHopperTileRows / 8][128];
+};
+// x: [rows, columns], contiguous; columns a multiple of 8.
+RowMaps MakeRowMaps(const bf16* x, int64_t rows, int columns);
+void HopperProduct(const GroupedProductParams& params, const RowMaps& maps, Product product,
+                   cudaStream_t stream);
 
 // partial[t] = sum over k with row_of[t][k] ≥ 0, by ascending expert, of weights[t][k] · y[row];
 // fp32, rounded once.
