@@ -5,7 +5,7 @@
 // it.
 //
 //   rank_bench [--layers N] [--experts expert|tensor] [--kernels auto|portable|hopper]
-//              [--prefill 8192,…] [--decode 1,16,…] [--context 2048,…] [--quick]
+//              [--prefill 8192,…] [--decode 1,16,…] [--context 2048,…] [--repeats N]
 #include <algorithm>
 #include <chrono>
 #include <cmath>
@@ -260,6 +260,7 @@ class Bench {
       plan.page_table.push_back(page % kPages);
     for (int t = 0; t < batch; ++t) {
       AddToken(plan, context - 1, t);
+      plan.decodes.push_back(1);
       AddLogit(plan, t);
     }
     const double ms = Run(plan);

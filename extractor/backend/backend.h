@@ -203,6 +203,7 @@ class Backend {
     int query_dim = 0;     // of all local heads: heads · (nope + rope)
     int heads_dim = 0;     // heads · v
     int latent_dim = 0;    // kv_lora + rope
+    int rope_dim = 0;
     int max_width = 0;     // of the widest FFN slice
     int padded_vocab = 0;  // vocab_per_rank · world
     int num_experts = 0, top_k = 0;

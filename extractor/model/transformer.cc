@@ -42,6 +42,7 @@ Transformer::Transformer(const ModelConfig& config, const ParallelLayout& layout
   scratch.top_k = config_.top_k;
   scratch.query_dim = layout_.heads() * config_.qk_dim();
   scratch.heads_dim = layout_.heads() * config_.v_dim;
+  scratch.rope_dim = config_.rope_dim;
   scratch.latent_dim = config_.latent_dim();
   scratch.max_width =
       std::max({layout_.dense_width(), layout_.shared_width(), layout_.expert_width()});

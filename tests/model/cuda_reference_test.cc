@@ -15,7 +15,7 @@ using testing::SafetensorsFile;
 using testing::SourceDir;
 
 // bf16 rounding, relative to the norm of a row (design.md §7). A layer rounds some fifteen
-// times, 1.1e-3 each, so a row in a hundred of the trained model and a row in ten of the random
+// times, 1.6e-3 each, so a row in a hundred of the trained model and a row in ten of the random
 // ones (64 wide, sharp attention) may lie above; none at twice as much. What a layer adds is known
 // no better than the stream that it is added to: two roundings of that come on top.
 constexpr double kTolerance = 1e-2;

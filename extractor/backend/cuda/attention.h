@@ -10,16 +10,16 @@
 
 namespace statetap::cuda {
 
-// Writes the step's latents into the cache and the rotated queries' positional part behind the
-// absorbed one:
+// Writes the step's latents into the cache and rotates the queries' positional part, in place and
+// behind the absorbed one:
 //   cache[slot of t] = c[t] | rotate(k_pe[t], position)
-//   absorbed[t][h][kv_lora …] = rotate(q_pe[t][h], position)
+//   queries[t][h][nope …] = absorbed[t][h][kv_lora …] = rotate(q_pe[t][h], position)
 // Rotation is interleaved (pairs 2i, 2i + 1).
 struct RotateAndStoreParams {
   const bf16* latents;  // [num_tokens, query_dim + kv_lora + rope], rows latent_stride apart
   int64_t latent_stride;
   int query_dim;
-  const bf16* queries;        // [num_tokens, num_heads, nope + rope]
+  bf16* queries;              // [num_tokens, num_heads, nope + rope]
   const float2* rotary;       // [positions, rope / 2]: cos, sin
   const int32_t* positions;   // [num_tokens]
   const int32_t* sequence;    // [num_tokens]
@@ -59,5 +59,17 @@ struct AttendParams {
   bf16* out;  // [num_tokens, num_heads, kv_lora]
 };
 void Attend(const AttendParams& params, cudaStream_t stream);
+
+// The same for single tokens (decode), the keys in parts that many blocks attend at once. Where a
+// row's keys are cut depends on its own position alone; so do its bits, but they are not those of
+// Attend.
+inline constexpr int kMaxSplits = 32;
+inline constexpr int kSplitTokens = 128;  // at once; more are done in rounds
+struct AttendSplitParams {
+  AttendParams attend;  // tiles: num_small of one token each; num_large is not used
+  float* parts;         // [kSplitTokens, kMaxSplits, num_heads, kv_lora]
+  float2* stats;        // [kSplitTokens, kMaxSplits, num_heads]: maximum, sum
+};
+void AttendSplit(const AttendSplitParams& params, cudaStream_t stream);
 
 }  // namespace statetap::cuda

@@ -65,7 +65,7 @@ Gemm::Gemm() : workspace_(kWorkspaceBytes) {
   handle_.reset(handle);
 }
 
-Gemm::Plan Gemm::Choose(const GemmParams& p, bool small) const {
+Gemm::Plan Gemm::Choose(const GemmParams& p) const {
   cublasLtMatmulPreferenceOpaque_t preference;
   Check(cublasLtMatmulPreferenceInit(&preference));
   const auto set = [&](cublasLtMatmulPreferenceAttributes_t attribute, const auto& value) {
@@ -78,16 +78,15 @@ Gemm::Plan Gemm::Choose(const GemmParams& p, bool small) const {
   set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, align_y);
   set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, align_y);
 
-  Descriptors typical(p, small ? 64 : 4096);
+  Descriptors typical(p, p.phase == Phase::kDecode ? 64 : 4096);
   std::array<cublasLtMatmulHeuristicResult_t, kCandidates> results;
   int found = 0;
   const cublasStatus_t status = cublasLtMatmulAlgoGetHeuristic(
       handle_.get(), &typical.operation, &typical.w, &typical.x, &typical.y, &typical.y,
       &preference, kCandidates, results.data(), &found);
   if (status != CUBLAS_STATUS_SUCCESS) found = 0;
-  // The first that runs at every number of rows of its range.
-  const std::array<int, 4> rows = small ? std::array<int, 4>{1, 2, 37, kSmallStep}
-                                        : std::array<int, 4>{kSmallStep + 1, 1000, 8192, 32768};
+  // The first that runs at every number of rows.
+  constexpr std::array<int, 7> rows = {1, 2, 37, 256, 1000, 8192, 32768};
   for (int i = 0; i < found; ++i) {
     const auto& candidate = results[static_cast<size_t>(i)];
     const auto runs = [&](int m) {
@@ -102,21 +101,21 @@ Gemm::Plan Gemm::Choose(const GemmParams& p, bool small) const {
   return {true, {}};
 }
 
-const Gemm::Plan& Gemm::PlanFor(const GemmParams& p, bool small) {
+const Gemm::Plan& Gemm::PlanFor(const GemmParams& p) {
   const auto [align_w, align_x, align_y] = Alignments(p);
   const int flags = (p.w_by_k ? 1 : 0) | (p.fp32_out ? 2 : 0) | (p.accumulate ? 4 : 0) |
-                    static_cast<int>(align_w << 3 | align_x << 8 | align_y << 13);
+                    (p.phase == Phase::kDecode ? 8 : 0) |
+                    static_cast<int>(align_w << 4 | align_x << 9 | align_y << 14);
   const Key key{p.n,     p.k,       p.x_stride, p.w_stride, p.y_stride,
                 p.batch, p.x_batch, p.w_batch,  p.y_batch,  flags};
-  auto& plans = small ? small_ : large_;
-  const auto found = plans.find(key);
-  if (found != plans.end()) return found->second;
-  return plans.emplace(key, Choose(p, small)).first->second;
+  const auto found = plans_.find(key);
+  if (found != plans_.end()) return found->second;
+  return plans_.emplace(key, Choose(p)).first->second;
 }
 
 void Gemm::Run(const GemmParams& p, cudaStream_t stream) {
   if (p.m == 0 || p.n == 0 || p.batch == 0) return;
-  const Plan& plan = PlanFor(p, p.m <= kSmallStep);
+  const Plan& plan = PlanFor(p);
   if (plan.plain) return PlainGemm(p, stream);
   Descriptors d(p, p.m);
   const float one = 1, beta = p.accumulate ? 1 : 0;

@@ -1,9 +1,9 @@
 // Dense products by cuBLASLt: bf16 in, fp32 accumulation, bf16 or fp32 out.
 //
-// Algorithms are pinned: a shape gets one for steps of at most kSmallStep rows and one for larger
-// ones, chosen when the shape is first seen. A pinned algorithm with its fixed split of K gives a
-// row the same bits whatever the number of rows, so within each of the two a row does not depend on
-// the step it runs in. Shapes that cuBLASLt does not take (odd sizes) run on a plain kernel.
+// Algorithms are pinned: a shape gets one for the rows of prompts and one for rows that decode,
+// chosen when the shape is first seen. A pinned algorithm with its fixed split of K gives a row the
+// same bits whatever the number of rows, so within a phase a row does not depend on the step it
+// runs in. Shapes that cuBLASLt does not take (odd sizes) run on a plain kernel.
 #pragma once
 
 #include <cublasLt.h>
@@ -19,7 +19,8 @@ namespace statetap::cuda {
 
 using bf16 = __nv_bfloat16;
 
-inline constexpr int kSmallStep = 256;
+// Many rows at once, or few: what an algorithm is chosen for. Any number of rows runs in either.
+enum class Phase { kPrompt, kDecode };
 
 // For each batch entry: y[m][n] (+)= sum over k of x[m][k] · w[n][k], or · w[k][n].
 struct GemmParams {
@@ -33,6 +34,7 @@ struct GemmParams {
   bool w_by_k = false;
   bool fp32_out = false;
   bool accumulate = false;
+  Phase phase = Phase::kPrompt;
   int batch = 1;
   int64_t x_batch = 0, w_batch = 0, y_batch = 0;  // elements between batch entries
 };
@@ -53,15 +55,15 @@ class Gemm {
     bool plain = false;
     cublasLtMatmulAlgo_t algorithm;
   };
-  const Plan& PlanFor(const GemmParams& params, bool small);
-  Plan Choose(const GemmParams& params, bool small) const;
+  const Plan& PlanFor(const GemmParams& params);
+  Plan Choose(const GemmParams& params) const;
 
   struct Destroy {
     void operator()(cublasLtContext* handle) const { cublasLtDestroy(handle); }
   };
   std::unique_ptr<cublasLtContext, Destroy> handle_;
   DeviceBuffer workspace_;
-  std::map<Key, Plan> small_, large_;
+  std::map<Key, Plan> plans_;
 };
 
 }  // namespace statetap::cuda

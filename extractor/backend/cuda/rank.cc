@@ -109,7 +109,20 @@ void CudaBackend::PlanScratch(const Limits& limits) {
   plan(heads_, tokens, limits.heads_dim, sizeof(bf16));
   plan(gate_, tokens, limits.max_width, sizeof(bf16));
   plan(up_, tokens, limits.max_width, sizeof(bf16));
-  if (limits.num_heads > 0) forms_ = AttentionFormsOf(limits.num_heads, limits.latent_dim);
+  if (limits.num_heads > 0) {
+    forms_ = AttentionFormsOf(limits.num_heads, limits.latent_dim);
+    const int nope = limits.query_dim / limits.num_heads - limits.rope_dim,
+              v = limits.heads_dim / limits.num_heads,
+              kv_lora = limits.latent_dim - limits.rope_dim;
+    const int64_t parts = int64_t{kSplitTokens} * kMaxSplits * limits.num_heads;
+    plan(split_parts_, parts, kv_lora, sizeof(float));
+    plan(split_stats_, parts, 1, sizeof(float2));
+    expandable_ = Expandable(nope, limits.rope_dim, v, kv_lora);
+    // The longest sequence fits, and so do most steps in one round.
+    prompt_keys_ = expandable_ ? limits.max_context + limits.max_tokens : 0;
+    plan(key_latents_, prompt_keys_, limits.latent_dim, sizeof(bf16));
+    plan(expanded_, prompt_keys_, int64_t{limits.num_heads} * (nope + v), sizeof(bf16));
+  }
   if (limits.num_experts > 0) {
     // Every pair (token, expert) may meet on one rank.
     const int64_t pairs = tokens * limits.top_k;
@@ -131,26 +144,69 @@ void CudaBackend::PlanScratch(const Limits& limits) {
   results_host_ = PinnedBuffer(static_cast<size_t>(3 * tokens) * sizeof(float));
 }
 
-// Runs of consecutive tokens of a sequence, cut to what a tile holds. Short runs (decode) go to the
-// small form, which wastes less of a block on them.
 void CudaBackend::PlanAttention(const StepPlan& plan) {
-  std::vector<AttentionTile> large;
+  std::vector<AttentionTile> small, large;
   tiles_.clear();
-  const int num_tokens = plan.num_tokens();
-  for (int first = 0, end; first < num_tokens; first = end) {
+  key_runs_.clear();
+  prompt_tiles_.clear();
+  prompt_rounds_.clear();
+  int absorbed_begin = plan.num_tokens(), absorbed_end = 0;
+  num_decode_rows_ = 0;
+  for (int first = 0, end; first < plan.num_tokens(); first = end) {
     const auto follows = [&](int t) {
       const auto i = static_cast<size_t>(t);
       return plan.sequence[i] == plan.sequence[i - 1] &&
              plan.positions[i] == plan.positions[i - 1] + 1;
     };
-    for (end = first + 1; end < num_tokens && follows(end);) ++end;
+    for (end = first + 1; end < plan.num_tokens() && follows(end);) ++end;
+    const auto sequence = static_cast<size_t>(plan.sequence[static_cast<size_t>(first)]);
+    const bool decodes = sequence < plan.decodes.size() && plan.decodes[sequence] != 0;
+    if (decodes && num_decode_rows_ == first)
+      num_decode_rows_ = end;  // the scheduler puts them first
+    if (!decodes && expandable_) {
+      PlanPrompt(plan, first, end);
+      continue;
+    }
+    absorbed_begin = std::min(absorbed_begin, first);
+    absorbed_end = end;
+    // Short runs go to the small form, which wastes less of a block on them.
     const bool is_large = forms_.large_tokens > 0 && end - first > forms_.small_tokens;
-    const int tokens = is_large ? forms_.large_tokens : forms_.small_tokens;
+    const int tokens = decodes ? 1 : is_large ? forms_.large_tokens : forms_.small_tokens;
     for (int t = first; t < end; t += tokens)
-      (is_large ? large : tiles_).push_back({t, std::min(tokens, end - t)});
+      (decodes ? tiles_ : is_large ? large : small).push_back({t, std::min(tokens, end - t)});
   }
-  num_small_tiles_ = static_cast<int>(tiles_.size());
+  absorbed_rows_ = {absorbed_begin, std::max(0, absorbed_end - absorbed_begin)};
+  num_decode_tiles_ = static_cast<int>(tiles_.size());
+  num_small_tiles_ = static_cast<int>(small.size());
+  tiles_.insert(tiles_.end(), small.begin(), small.end());
   tiles_.insert(tiles_.end(), large.begin(), large.end());
+  // Those with most keys first: they would be last to end.
+  for (const PromptRound& round : prompt_rounds_) {
+    const auto begin = prompt_tiles_.begin() + static_cast<int64_t>(round.first_tile);
+    std::stable_sort(begin, begin + static_cast<int64_t>(round.num_tiles),
+                     [](const PromptTile& a, const PromptTile& b) {
+                       return a.first_position + a.count > b.first_position + b.count;
+                     });
+  }
+}
+
+// Tokens [first, end) of the step, of one sequence: all its keys so far, and its query tiles.
+void CudaBackend::PlanPrompt(const StepPlan& plan, int first, int end) {
+  const int position = plan.positions[static_cast<size_t>(first)], keys = position + end - first;
+  if (prompt_rounds_.empty() || prompt_rounds_.back().keys + keys > prompt_keys_)
+    prompt_rounds_.push_back({key_runs_.size(), 0, prompt_tiles_.size(), 0, 0});
+  PromptRound& round = prompt_rounds_.back();
+  for (int key = 0; key < keys; key += kKeysARun) {
+    key_runs_.push_back({plan.sequence[static_cast<size_t>(first)], key,
+                         std::min(kKeysARun, keys - key), round.keys + key});
+    ++round.num_runs;
+  }
+  for (int t = first; t < end; t += kPromptTileTokens) {
+    prompt_tiles_.push_back(
+        {t, std::min(kPromptTileTokens, end - t), position + t - first, round.keys});
+    ++round.num_tiles;
+  }
+  round.keys += keys;
 }
 
 Step CudaBackend::Begin(const StepPlan& plan, bool sharded) {
@@ -161,7 +217,8 @@ Step CudaBackend::Begin(const StepPlan& plan, bool sharded) {
   const size_t ids = packing.Add(plan.ids), positions = packing.Add(plan.positions),
                sequence = packing.Add(plan.sequence), pages = packing.Add(plan.page_table),
                logit_rows = packing.Add(plan.logit_rows), draws = packing.Add(plan.draws),
-               tiles = packing.Add(tiles_);
+               tiles = packing.Add(tiles_), runs = packing.Add(key_runs_),
+               prompt_tiles = packing.Add(prompt_tiles_);
   // Grows with the longest page table so far; the last step has ended.
   plan_host_.Reserve(packing.size());
   plan_device_.Reserve(plan_host_.size());
@@ -187,6 +244,8 @@ Step CudaBackend::Begin(const StepPlan& plan, bool sharded) {
   step.logit_rows = put(plan.logit_rows, logit_rows);
   step.draws = put(plan.draws, draws);
   device_tiles_ = put(tiles_, tiles);
+  device_key_runs_ = put(key_runs_, runs);
+  device_prompt_tiles_ = put(prompt_tiles_, prompt_tiles);
   Check(cudaMemcpyAsync(device, host, packing.size(), cudaMemcpyHostToDevice, stream()));
   const size_t captured = plan.boundaries.size() * static_cast<size_t>(step.own.count) *
                           static_cast<size_t>(limits_.hidden) * sizeof(bf16);
@@ -196,8 +255,21 @@ Step CudaBackend::Begin(const StepPlan& plan, bool sharded) {
   return step;
 }
 
-void CudaBackend::Multiply(const bf16* x, int64_t x_stride, int m, const Weight& weight, void* y,
-                           int64_t y_stride, bool fp32_out, bool accumulate) {
+void CudaBackend::MultiplyByPhase(GemmParams p, int first_row) {
+  const int decode = std::clamp(num_decode_rows_ - first_row, 0, p.m), prompt = p.m - decode;
+  p.m = decode;
+  p.phase = Phase::kDecode;
+  gemm_.Run(p, stream());
+  p.m = prompt;
+  p.phase = Phase::kPrompt;
+  p.x += decode * p.x_stride;
+  p.y = static_cast<std::byte*>(p.y) +
+        decode * p.y_stride * static_cast<int64_t>(p.fp32_out ? sizeof(float) : sizeof(bf16));
+  gemm_.Run(p, stream());
+}
+
+void CudaBackend::Multiply(const bf16* x, int64_t x_stride, RowRange rows, const Weight& weight,
+                           void* y, int64_t y_stride, bool fp32_out, bool accumulate) {
   const DeviceMatrix& w = AsMatrix(weight);
   GemmParams p{x,
                x_stride,
@@ -205,12 +277,12 @@ void CudaBackend::Multiply(const bf16* x, int64_t x_stride, int m, const Weight&
                w.cols(),
                y,
                y_stride,
-               m,
+               rows.count,
                static_cast<int>(w.rows()),
                static_cast<int>(w.cols())};
   p.fp32_out = fp32_out;
   p.accumulate = accumulate;
-  gemm_.Run(p, stream());
+  MultiplyByPhase(p, rows.begin);
 }
 
 void CudaBackend::Embed(const Step& step, const EmbedParams& p) {
@@ -254,7 +326,7 @@ void CudaBackend::LatentProject(const Step& step, const LatentProjectParams& p) 
     RmsNorm(params, stream());
   };
   if (p.q_a != nullptr) {
-    Multiply(x, p.hidden, rows, *p.q_a, latents, row);
+    Multiply(x, p.hidden, step.own, *p.q_a, latents, row);
     norm(*p.q_a_norm, latents, p.query_dim);
   } else {
     Check(cudaMemcpy2DAsync(latents, static_cast<size_t>(row) * sizeof(bf16), x,
@@ -262,7 +334,7 @@ void CudaBackend::LatentProject(const Step& step, const LatentProjectParams& p) 
                             static_cast<size_t>(p.hidden) * sizeof(bf16), static_cast<size_t>(rows),
                             cudaMemcpyDeviceToDevice, stream()));
   }
-  Multiply(x, p.hidden, rows, p.kv_a, latents + p.query_dim, row);
+  Multiply(x, p.hidden, step.own, p.kv_a, latents + p.query_dim, row);
   norm(p.kv_a_norm, latents + p.query_dim, p.kv_lora);
 }
 
@@ -283,18 +355,32 @@ void CudaBackend::Gather(const Step& step, const GatherParams& p) {
 void CudaBackend::Attention(const Step& step, const AttentionParams& p) {
   const int head_dim = p.nope_dim + p.rope_dim, latent_dim = p.kv_lora + p.rope_dim;
   const int64_t row = p.query_dim + latent_dim, heads = p.num_heads;
-  const int64_t up_rows = int64_t{p.nope_dim + p.v_dim} * p.kv_lora;  // of kv_b, a head
   const auto* latents = static_cast<const bf16*>(p.latents);
   auto* cache = cache_.as<bf16>() + int64_t{p.layer} * num_pages_ * kPageTokens * cache_width_;
-  Multiply(latents, row, step.num_tokens, p.q_b, queries_.as<bf16>(), heads * head_dim);
+  Multiply(latents, row, {0, step.num_tokens}, p.q_b, queries_.as<bf16>(), heads * head_dim);
+  RotateAndStore(
+      {latents, row, p.query_dim, queries_.as<bf16>(), static_cast<const float2*>(p.rotary),
+       step.positions, step.sequence, step.page_table, step.pages_per_seq, cache,
+       absorbed_.as<bf16>(), step.num_tokens, p.num_heads, p.nope_dim, p.rope_dim, p.kv_lora},
+      stream());
+  if (absorbed_rows_.count > 0) AttendAbsorbed(step, p, cache);
+  // After the absorbed rows, whose range may hold prompts too.
+  if (!prompt_rounds_.empty()) AttendExpanded(step, p, cache);
+  Multiply(heads_.as<bf16>(), heads * p.v_dim, {0, step.num_tokens}, p.o, p.partial, p.hidden);
+}
 
-  GemmParams absorb{queries_.as<bf16>(),
+void CudaBackend::AttendAbsorbed(const Step& step, const AttentionParams& p, const bf16* cache) {
+  const int latent_dim = p.kv_lora + p.rope_dim, head_dim = p.nope_dim + p.rope_dim;
+  const int64_t heads = p.num_heads, first = absorbed_rows_.begin;
+  const int64_t up_rows = int64_t{p.nope_dim + p.v_dim} * p.kv_lora;  // of kv_b, a head
+  const bf16* kv_b = AsMatrix(p.kv_b).data();
+  GemmParams absorb{queries_.as<bf16>() + first * heads * head_dim,
                     heads * head_dim,
-                    AsMatrix(p.kv_b).data(),
+                    kv_b,
                     p.kv_lora,
-                    absorbed_.as<bf16>(),
+                    absorbed_.as<bf16>() + first * heads * latent_dim,
                     heads * latent_dim,
-                    step.num_tokens,
+                    absorbed_rows_.count,
                     p.kv_lora,
                     p.nope_dim};
   absorb.w_by_k = true;
@@ -302,38 +388,67 @@ void CudaBackend::Attention(const Step& step, const AttentionParams& p) {
   absorb.x_batch = head_dim;
   absorb.w_batch = up_rows;
   absorb.y_batch = latent_dim;
-  gemm_.Run(absorb, stream());
-  RotateAndStore(
-      {latents, row, p.query_dim, queries_.as<bf16>(), static_cast<const float2*>(p.rotary),
-       step.positions, step.sequence, step.page_table, step.pages_per_seq, cache,
-       absorbed_.as<bf16>(), step.num_tokens, p.num_heads, p.nope_dim, p.rope_dim, p.kv_lora},
-      stream());
-  Attend({absorbed_.as<bf16>(), cache, step.positions, step.sequence, step.page_table,
-          step.pages_per_seq, device_tiles_, num_small_tiles_,
-          static_cast<int>(tiles_.size()) - num_small_tiles_, p.num_heads, latent_dim, p.kv_lora,
-          p.scale, attended_.as<bf16>()},
-         stream());
+  MultiplyByPhase(absorb, absorbed_rows_.begin);
 
-  GemmParams values{attended_.as<bf16>(),
+  AttendParams attend{absorbed_.as<bf16>(),
+                      cache,
+                      step.positions,
+                      step.sequence,
+                      step.page_table,
+                      step.pages_per_seq,
+                      device_tiles_,
+                      num_decode_tiles_,
+                      0,
+                      p.num_heads,
+                      latent_dim,
+                      p.kv_lora,
+                      p.scale,
+                      attended_.as<bf16>()};
+  AttendSplit({attend, split_parts_.as<float>(), split_stats_.as<float2>()}, stream());
+  attend.tiles += num_decode_tiles_;
+  attend.num_small = num_small_tiles_;
+  attend.num_large = static_cast<int>(tiles_.size()) - num_decode_tiles_ - num_small_tiles_;
+  Attend(attend, stream());
+
+  GemmParams values{attended_.as<bf16>() + first * heads * p.kv_lora,
                     heads * p.kv_lora,
-                    AsMatrix(p.kv_b).data() + int64_t{p.nope_dim} * p.kv_lora,
+                    kv_b + int64_t{p.nope_dim} * p.kv_lora,
                     p.kv_lora,
-                    heads_.as<bf16>(),
+                    heads_.as<bf16>() + first * heads * p.v_dim,
                     heads * p.v_dim,
-                    step.num_tokens,
+                    absorbed_rows_.count,
                     p.v_dim,
                     p.kv_lora};
   values.batch = p.num_heads;
   values.x_batch = p.kv_lora;
   values.w_batch = up_rows;
   values.y_batch = p.v_dim;
-  gemm_.Run(values, stream());
-  Multiply(heads_.as<bf16>(), heads * p.v_dim, step.num_tokens, p.o, p.partial, p.hidden);
+  MultiplyByPhase(values, absorbed_rows_.begin);
+}
+
+void CudaBackend::AttendExpanded(const Step& step, const AttentionParams& p, const bf16* cache) {
+  const int latent_dim = p.kv_lora + p.rope_dim;
+  const int64_t expanded_dim = int64_t{p.num_heads} * (p.nope_dim + p.v_dim);
+  for (const PromptRound& round : prompt_rounds_) {
+    CollectKeys(
+        {cache, step.page_table, step.pages_per_seq, latent_dim, device_key_runs_ + round.first_run,
+         static_cast<int>(round.num_runs), key_latents_.as<bf16>()},
+        stream());
+    const DeviceMatrix& kv_b = AsMatrix(p.kv_b);
+    gemm_.Run({key_latents_.as<bf16>(), latent_dim, kv_b.data(), kv_b.cols(), expanded_.as<bf16>(),
+               expanded_dim, round.keys, static_cast<int>(kv_b.rows()), p.kv_lora},
+              stream());
+    AttendPrompts(
+        {queries_.as<bf16>(), expanded_.as<bf16>(), key_latents_.as<bf16>(),
+         device_prompt_tiles_ + round.first_tile, static_cast<int>(round.num_tiles), p.num_heads,
+         p.nope_dim, p.rope_dim, p.v_dim, p.kv_lora, p.scale, heads_.as<bf16>()},
+        stream());
+  }
 }
 
 void CudaBackend::Route(const Step& step, const RouteParams& p) {
-  Multiply(static_cast<const bf16*>(p.x), p.hidden, step.own.count, p.gate,
-           router_logits_.as<float>(), p.num_experts, /*fp32_out=*/true);
+  Multiply(static_cast<const bf16*>(p.x), p.hidden, step.own, p.gate, router_logits_.as<float>(),
+           p.num_experts, /*fp32_out=*/true);
   ChooseExperts(
       {router_logits_.as<float>(), AsMatrix(p.bias).vector(), step.own.count, p.num_experts,
        p.top_k, p.num_groups, p.top_groups, p.normalise, p.scaling, p.experts, p.weights},
@@ -410,10 +525,11 @@ void CudaBackend::RoutedFfn(const Step& step, const RoutedFfnParams& p) {
 
 void CudaBackend::DenseFfn(const Step& step, const DenseFfnParams& p) {
   const auto* x = static_cast<const bf16*>(p.x);
-  Multiply(x, p.hidden, step.num_tokens, p.gate, gate_.as<bf16>(), p.width);
-  Multiply(x, p.hidden, step.num_tokens, p.up, up_.as<bf16>(), p.width);
+  const RowRange all{0, step.num_tokens};
+  Multiply(x, p.hidden, all, p.gate, gate_.as<bf16>(), p.width);
+  Multiply(x, p.hidden, all, p.up, up_.as<bf16>(), p.width);
   SwiGlu(gate_.as<bf16>(), up_.as<bf16>(), int64_t{step.num_tokens} * p.width, stream());
-  Multiply(gate_.as<bf16>(), p.width, step.num_tokens, p.down, p.partial, p.hidden,
+  Multiply(gate_.as<bf16>(), p.width, all, p.down, p.partial, p.hidden,
            /*fp32_out=*/false, p.accumulate);
 }
 
@@ -462,8 +578,14 @@ void CudaBackend::Sample(const Step& step, const SampleParams& p) {
   SumAddNorm(sum, stream());
   communicator_.Leave(stream());
 
-  Multiply(normed_.as<bf16>(), p.hidden, p.count, p.lm_head, logits_.as<float>(), p.vocab_per_rank,
-           /*fp32_out=*/true);
+  const DeviceMatrix& head = AsMatrix(p.lm_head);
+  GemmParams product{
+      normed_.as<bf16>(),           p.hidden,         head.data(), head.cols(),
+      logits_.as<float>(),          p.vocab_per_rank, p.count,     static_cast<int>(head.rows()),
+      static_cast<int>(head.cols())};
+  product.fp32_out = true;
+  product.phase = Phase::kDecode;  // a few rows, of prompts too
+  gemm_.Run(product, stream());
   const float* logits = logits_.as<float>();
   if (communicator_.world() > 1) {
     const auto block = static_cast<size_t>(p.count) * static_cast<size_t>(p.vocab_per_rank);

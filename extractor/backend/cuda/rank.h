@@ -9,6 +9,7 @@
 #include "extractor/backend/cuda/gemm.h"
 #include "extractor/backend/cuda/owners.h"
 #include "extractor/backend/cuda/peer_group.h"
+#include "extractor/backend/cuda/prefill.h"
 #include "extractor/backend/cuda/weights.h"
 
 namespace statetap::cuda {
@@ -45,10 +46,17 @@ class CudaBackend : public Backend {
 
  private:
   void Use() const;  // the rank's device on this thread
-  // x · wᵀ; rows of x and y `x_stride` and `y_stride` apart.
-  void Multiply(const bf16* x, int64_t x_stride, int m, const Weight& w, void* y, int64_t y_stride,
-                bool fp32_out = false, bool accumulate = false);
+  // x · wᵀ for rows [begin, begin + count) of the step: those that decode by the one algorithm,
+  // those of prompts by the other.
+  void Multiply(const bf16* x, int64_t x_stride, RowRange rows, const Weight& w, void* y,
+                int64_t y_stride, bool fp32_out = false, bool accumulate = false);
+  void MultiplyByPhase(GemmParams params, int first_row);
+  // The forms of attention: rows that decode are attended absorbed, their keys in parts; prompts in
+  // the expanded form, or absorbed where the model's sizes do not suit that.
   void PlanAttention(const StepPlan& plan);
+  void PlanPrompt(const StepPlan& plan, int first, int end);
+  void AttendAbsorbed(const Step& step, const AttentionParams& params, const bf16* cache);
+  void AttendExpanded(const Step& step, const AttentionParams& params, const bf16* cache);
 
   const int device_;
   PeerCommunicator communicator_;
@@ -73,12 +81,27 @@ class CudaBackend : public Backend {
   // The plan's arrays, at one place each: staged in pinned memory, one copy a step.
   PinnedBuffer plan_host_;
   DeviceBuffer plan_device_;
-  std::vector<AttentionTile> tiles_;  // small ones, then large ones
-  int num_small_tiles_ = 0;
+  std::vector<AttentionTile> tiles_;  // those that decode, then small ones, then large ones
+  int num_decode_tiles_ = 0, num_small_tiles_ = 0;
+  int num_decode_rows_ = 0;  // of the step, in front
+  RowRange absorbed_rows_;   // of the step: all that tiles_ names lie within
+  // Prompts, in rounds whose keys fit the scratch.
+  struct PromptRound {
+    size_t first_run, num_runs, first_tile, num_tiles;
+    int keys;
+  };
+  std::vector<KeyRun> key_runs_;
+  std::vector<PromptTile> prompt_tiles_;
+  std::vector<PromptRound> prompt_rounds_;
   const AttentionTile* device_tiles_ = nullptr;
+  const KeyRun* device_key_runs_ = nullptr;
+  const PromptTile* device_prompt_tiles_ = nullptr;
+  bool expandable_ = false;
+  int prompt_keys_ = 0;  // that fit the scratch
 
   // [max_tokens, …]
   DeviceBuffer queries_, absorbed_, attended_, heads_, gate_, up_;
+  DeviceBuffer split_parts_, split_stats_, key_latents_, expanded_;
   DeviceBuffer router_logits_;
   DeviceBuffer counts_, first_row_, token_of_row_, row_of_, row_tiles_, num_row_tiles_, h_, y_;
   DeviceBuffer picked_, normed_, logits_, all_logits_;
