@@ -286,9 +286,11 @@ class Bench {
   // Median milliseconds of a step; then a table of ops from timed steps.
   double Run(const StepPlan& plan) {
     const bool sharded = plan.num_tokens() >= kShardedFrom;
-    output_.states.resize(plan.boundaries.size());
-    for (auto& states : output_.states)
-      states.resize(static_cast<size_t>(max_tokens_) * static_cast<size_t>(config_.hidden));
+    while (output_.states.size() < plan.boundaries.size()) {
+      const size_t count = static_cast<size_t>(max_tokens_) * static_cast<size_t>(config_.hidden);
+      output_.states.emplace_back(
+          static_cast<uint16_t*>(backend_.AllocateHost(count * sizeof(uint16_t))), count);
+    }
     std::vector<double> times;
     for (int i = 0; i < options_.repeats + 2; ++i) {
       const auto start = std::chrono::steady_clock::now();

@@ -186,6 +186,8 @@ class Backend {
   // Memory of this rank, zeroed, owned by the backend until it ends. For planning at load; the
   // layer loop never allocates.
   virtual void* Allocate(size_t bytes) = 0;
+  // The same of host memory, which Capture fills without a copy in between, whatever the rank.
+  virtual void* AllocateHost(size_t bytes) = 0;
   virtual std::unique_ptr<Weight> NewMatrix(int64_t rows, int64_t cols, DType stored) = 0;
   virtual std::unique_ptr<Weight> NewExperts(const ExpertsShape& shape) = 0;
   // After every weight was filled.
@@ -199,10 +201,10 @@ class Backend {
   struct Limits {
     int max_tokens = 0, max_context = 0, max_logit_rows = 0;
     int hidden = 0;
-    int num_heads = 0;     // of this rank
-    int query_dim = 0;     // of all local heads: heads · (nope + rope)
-    int heads_dim = 0;     // heads · v
-    int latent_dim = 0;    // kv_lora + rope
+    int num_heads = 0;   // of this rank
+    int query_dim = 0;   // of all local heads: heads · (nope + rope)
+    int heads_dim = 0;   // heads · v
+    int latent_dim = 0;  // kv_lora + rope
     int rope_dim = 0;
     int max_width = 0;     // of the widest FFN slice
     int padded_vocab = 0;  // vocab_per_rank · world

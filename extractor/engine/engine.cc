@@ -208,10 +208,17 @@ absl::Status EngineImpl::Run(SampleSource& source, HiddenStateSink& sink) {
 }
 
 absl::Status EngineImpl::RunStep(const ScheduledStep& step) {
-  output_.states.resize(std::max(output_.states.size(), step.plan.boundaries.size()));
-  for (size_t i = 0; i < step.plan.boundaries.size(); ++i) {
-    output_.states[i].resize(static_cast<size_t>(std::max(1, options_.max_batch_tokens)) *
-                             static_cast<size_t>(config_.hidden));
+  while (output_.states.size() < step.plan.boundaries.size()) {  // the first steps only
+    const size_t count = static_cast<size_t>(std::max(1, options_.max_batch_tokens)) *
+                         static_cast<size_t>(config_.hidden);
+    try {
+      auto* rows = static_cast<uint16_t*>(backends_[0]->AllocateHost(count * sizeof(uint16_t)));
+      output_.states.emplace_back(rows, count);
+    } catch (const std::exception& error) {
+      return absl::ResourceExhaustedError(
+          fmt::format("no host memory for the states of {} tokens: {}", options_.max_batch_tokens,
+                      error.what()));
+    }
   }
   const bool sharded = Sharded(step.plan.num_tokens());
   return group_->RunAll(

@@ -86,7 +86,9 @@ Gemm::Plan Gemm::Choose(const GemmParams& p) const {
       &preference, kCandidates, results.data(), &found);
   if (status != CUBLAS_STATUS_SUCCESS) found = 0;
   // The first that runs at every number of rows.
-  constexpr std::array<int, 7> rows = {1, 2, 37, 256, 1000, 8192, 32768};
+  using Rows = std::array<int, 7>;
+  const Rows rows = p.phase == Phase::kDecode ? Rows{1, 2, 16, 37, 64, 256, kMaxDecodeRows}
+                                              : Rows{1, 2, 37, 256, 1000, 8192, 32768};
   for (int i = 0; i < found; ++i) {
     const auto& candidate = results[static_cast<size_t>(i)];
     const auto runs = [&](int m) {
@@ -113,8 +115,19 @@ const Gemm::Plan& Gemm::PlanFor(const GemmParams& p) {
   return plans_.emplace(key, Choose(p)).first->second;
 }
 
-void Gemm::Run(const GemmParams& p, cudaStream_t stream) {
-  if (p.m == 0 || p.n == 0 || p.batch == 0) return;
+void Gemm::Run(const GemmParams& params, cudaStream_t stream) {
+  GemmParams p = params;
+  for (int left = params.m; left > 0; left -= p.m) {
+    p.m = p.phase == Phase::kDecode ? std::min(left, kMaxDecodeRows) : left;
+    RunOnce(p, stream);
+    p.x += p.m * p.x_stride;
+    const auto element = static_cast<int64_t>(p.fp32_out ? sizeof(float) : sizeof(bf16));
+    p.y = static_cast<std::byte*>(p.y) + p.m * p.y_stride * element;
+  }
+}
+
+void Gemm::RunOnce(const GemmParams& p, cudaStream_t stream) {
+  if (p.n == 0 || p.batch == 0) return;
   const Plan& plan = PlanFor(p);
   if (plan.plain) return PlainGemm(p, stream);
   Descriptors d(p, p.m);

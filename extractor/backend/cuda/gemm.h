@@ -19,8 +19,10 @@ namespace statetap::cuda {
 
 using bf16 = __nv_bfloat16;
 
-// Many rows at once, or few: what an algorithm is chosen for. Any number of rows runs in either.
+// Many rows at once, or few: what an algorithm is chosen for. Any number of rows runs in either;
+// decoding rows go kMaxDecodeRows at a time, as a split of K wants room for each.
 enum class Phase { kPrompt, kDecode };
+inline constexpr int kMaxDecodeRows = 512;
 
 // For each batch entry: y[m][n] (+)= sum over k of x[m][k] · w[n][k], or · w[k][n].
 struct GemmParams {
@@ -55,6 +57,7 @@ class Gemm {
     bool plain = false;
     cublasLtMatmulAlgo_t algorithm;
   };
+  void RunOnce(const GemmParams& params, cudaStream_t stream);
   const Plan& PlanFor(const GemmParams& params);
   Plan Choose(const GemmParams& params) const;
 

@@ -59,6 +59,11 @@ void* CudaBackend::Allocate(size_t bytes) {
   return memory_.emplace_back(bytes, /*zeroed=*/true).as<void>();
 }
 
+void* CudaBackend::AllocateHost(size_t bytes) {
+  Use();
+  return host_memory_.emplace_back(bytes).as<void>();
+}
+
 std::unique_ptr<Weight> CudaBackend::NewMatrix(int64_t rows, int64_t cols, DType stored) {
   Use();
   return std::make_unique<DeviceMatrix>(rows, cols, stored, uploader_);
@@ -540,16 +545,21 @@ void CudaBackend::Capture(const Step& step, const CaptureParams& p) {
   if (count == 0) return;
   // Copied aside first: the residual changes while the copy to the host runs.
   auto* aside = captured_.as<uint16_t>() + num_captured_;
-  auto* host = captured_host_.as<uint16_t>() + num_captured_;
-  num_captured_ += count;
   Check(cudaMemcpyAsync(aside, p.residual, count * sizeof(uint16_t), cudaMemcpyDeviceToDevice,
                         stream()));
   captured_event_.Record(stream());
   captured_event_.Hold(copies_.get());
+  uint16_t* to = p.to + static_cast<size_t>(step.own.begin) * static_cast<size_t>(p.hidden);
+  cudaPointerAttributes attributes;
+  Check(cudaPointerGetAttributes(&attributes, to));
+  uint16_t* host = to;
+  if (attributes.type != cudaMemoryTypeHost) {  // not from AllocateHost: by way of our own
+    host = captured_host_.as<uint16_t>() + num_captured_;
+    pending_states_.push_back({to, count, host});
+  }
+  num_captured_ += count;
   Check(cudaMemcpyAsync(host, aside, count * sizeof(uint16_t), cudaMemcpyDeviceToHost,
                         copies_.get()));
-  uint16_t* to = p.to + static_cast<size_t>(step.own.begin) * static_cast<size_t>(p.hidden);
-  pending_states_.push_back({to, count, host});
 }
 
 void CudaBackend::Sample(const Step& step, const SampleParams& p) {

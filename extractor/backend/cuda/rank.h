@@ -22,6 +22,7 @@ class CudaBackend : public Backend {
   Communicator& communicator() override { return communicator_; }
   size_t activation_bytes() const override { return sizeof(bf16); }
   void* Allocate(size_t bytes) override;
+  void* AllocateHost(size_t bytes) override;
   std::unique_ptr<Weight> NewMatrix(int64_t rows, int64_t cols, DType stored) override;
   std::unique_ptr<Weight> NewExperts(const ExpertsShape& shape) override;
   void FinishWeights() override;
@@ -64,6 +65,7 @@ class CudaBackend : public Backend {
   Stream stream_, copies_;  // copies_: captured states to the host, under the next ops
   Gemm gemm_;
   std::vector<DeviceBuffer> memory_;
+  std::vector<PinnedBuffer> host_memory_;
   DeviceBuffer cache_;
   // Products of INT4 experts: Hopper's kernel, or the portable one.
   const RowMaps& MapsOf(const bf16* x, int columns);
