@@ -28,7 +28,16 @@ absl::StatusOr<std::vector<std::unique_ptr<Backend>>> MakeBackends(const EngineO
           "--backend cuda: no GPU can be used here (is a driver installed?); --backend cpu needs "
           "none");
     }
-    return MakeCudaBackends(options.ranks, {});
+    CudaOptions cuda;
+    if (options.kernels == "portable") {
+      cuda.kernels = CudaOptions::Kernels::kPortable;
+    } else if (options.kernels == "hopper") {
+      cuda.kernels = CudaOptions::Kernels::kHopper;
+    } else if (options.kernels != "auto") {
+      return absl::InvalidArgumentError(
+          fmt::format("--kernels {}: there are auto, portable and hopper", options.kernels));
+    }
+    return MakeCudaBackends(options.ranks, cuda);
   }
   constexpr std::string_view kAvailable = "cpu, cuda";
 #else
