@@ -21,6 +21,8 @@ add_library(statetap::settings ALIAS statetap_settings)
 target_include_directories(statetap_settings INTERFACE "${CMAKE_SOURCE_DIR}")
 # No contraction: a product and a sum give the same bits on machines with and without FMA.
 target_compile_options(statetap_settings INTERFACE $<$<COMPILE_LANGUAGE:CXX>:-ffp-contract=off>)
+# Philox is constexpr code that device code calls too.
+target_compile_options(statetap_settings INTERFACE $<$<COMPILE_LANGUAGE:CUDA>:--expt-relaxed-constexpr>)
 if(STATETAP_SANITIZE)
   target_compile_options(statetap_settings INTERFACE -fsanitize=${STATETAP_SANITIZE} -fno-omit-frame-pointer)
   target_link_options(statetap_settings INTERFACE -fsanitize=${STATETAP_SANITIZE})

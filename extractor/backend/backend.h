@@ -14,12 +14,10 @@
 #include <vector>
 
 #include "extractor/backend/communicator.h"
+#include "extractor/backend/step_plan.h"
 #include "extractor/base/dtype.h"
-#include "extractor/base/status.h"
 
 namespace statetap {
-
-inline constexpr int kPageTokens = 64;  // of a KV page
 
 // A weight of this rank, filled piece by piece in the checkpoint's own form; the backend decides
 // how it lies in memory.
@@ -46,27 +44,8 @@ struct ExpertsShape {
       true;  // packed int32 [out, in/8] and scales [out, in/32]; else plain `dtype` [out, in]
   DType dtype = DType::kBf16;        // of plain weights
   DType scale_dtype = DType::kBf16;  // bf16, f16 or f32
-};
-
-// A forward pass over packed rows of several sequences, on the host. Every rank gets the same plan.
-struct StepPlan {
-  std::vector<int32_t> ids;        // [T]
-  std::vector<int32_t> positions;  // [T]; within a sequence ascending by one
-  std::vector<int32_t> sequence;   // [T]: which of num_seqs a token belongs to
-  int num_seqs = 0;
-  int pages_per_seq = 0;            // width of page_table
-  std::vector<int32_t> page_table;  // [num_seqs, pages_per_seq]: KV pages that hold positions [0,
-                                    // last]; −1 behind them
-  std::vector<int32_t> logit_rows;  // [L] rows whose next token is sampled or scored
-  struct Draw {
-    double temperature = 0, top_p = 1;
-    uint64_t seed = 0, key = 0;
-    int64_t position = 0;  // of the token that is drawn
-    int32_t given = -1;    // ≥ 0: no draw, score this id
-  };
-  std::vector<Draw> draws;      // [L]
-  std::vector<int> boundaries;  // captured, ascending
-  int num_tokens() const { return static_cast<int>(ids.size()); }
+  // [num_experts of the model]: this rank's slot, −1: another rank's.
+  std::vector<int32_t> slot_of_expert;
 };
 
 // A plan where the ops can read it: the host arrays on the CPU, copies at fixed addresses on a GPU.
@@ -158,7 +137,6 @@ struct RoutedFfnParams {
   const int32_t* experts;  // [T, top_k]
   const float* weights;    // [T, top_k]
   const Weight& slots;
-  std::span<const int32_t> slot_of_expert;  // [num_experts]: this rank's slot, −1: another rank's
   int top_k;
   void* partial;  // [T, hidden]
 };
@@ -192,9 +170,11 @@ struct SampleParams {
   const Weight& lm_head;  // [local vocab, hidden]
   int hidden, vocab, vocab_per_rank;
   int first, count;
-  int32_t* ids;      // host [count]
-  float* logprobs;   // host [count]; NaN where a logit is not finite
-  float* entropies;  // host [count]
+  // Host [count], complete after Backend::Finish. Null, all three, on a rank that does not keep
+  // them.
+  int32_t* ids;
+  float* logprobs;  // NaN where a logit is not finite
+  float* entropies;
 };
 
 class Backend {
@@ -206,6 +186,8 @@ class Backend {
   // Memory of this rank, zeroed, owned by the backend until it ends. For planning at load; the
   // layer loop never allocates.
   virtual void* Allocate(size_t bytes) = 0;
+  // The same of host memory, which Capture fills without a copy in between, whatever the rank.
+  virtual void* AllocateHost(size_t bytes) = 0;
   virtual std::unique_ptr<Weight> NewMatrix(int64_t rows, int64_t cols, DType stored) = 0;
   virtual std::unique_ptr<Weight> NewExperts(const ExpertsShape& shape) = 0;
   // After every weight was filled.
@@ -219,11 +201,14 @@ class Backend {
   struct Limits {
     int max_tokens = 0, max_context = 0, max_logit_rows = 0;
     int hidden = 0;
-    int query_dim = 0;     // of all local heads: heads · (nope + rope)
-    int heads_dim = 0;     // heads · v
-    int latent_dim = 0;    // kv_lora + rope
+    int num_heads = 0;   // of this rank
+    int query_dim = 0;   // of all local heads: heads · (nope + rope)
+    int heads_dim = 0;   // heads · v
+    int latent_dim = 0;  // kv_lora + rope
+    int rope_dim = 0;
     int max_width = 0;     // of the widest FFN slice
     int padded_vocab = 0;  // vocab_per_rank · world
+    int num_experts = 0, top_k = 0;
   };
   virtual void PlanScratch(const Limits& limits) = 0;
 

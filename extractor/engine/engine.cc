@@ -5,6 +5,9 @@
 #include <thread>
 
 #include "extractor/backend/backend.h"
+#ifdef STATETAP_CUDA
+#include "extractor/backend/cuda/cuda_backend.h"
+#endif
 #include "extractor/engine/rank_group.h"
 #include "extractor/engine/scheduler.h"
 #include "extractor/model/transformer.h"
@@ -15,6 +18,34 @@ namespace {
 constexpr int kLogitRowsAtOnce = 64;
 constexpr int kShardedFrom =
     257;  // tokens of a step from which the residual stream is sharded by tokens
+
+absl::StatusOr<std::vector<std::unique_ptr<Backend>>> MakeBackends(const EngineOptions& options) {
+  if (options.backend == "cpu") return MakeCpuBackends(options.ranks, options.threads);
+#ifdef STATETAP_CUDA
+  if (options.backend == "cuda") {
+    if (NumGpus() == 0) {
+      return absl::FailedPreconditionError(
+          "--backend cuda: no GPU can be used here (is a driver installed?); --backend cpu needs "
+          "none");
+    }
+    CudaOptions cuda;
+    if (options.kernels == "portable") {
+      cuda.kernels = CudaOptions::Kernels::kPortable;
+    } else if (options.kernels == "hopper") {
+      cuda.kernels = CudaOptions::Kernels::kHopper;
+    } else if (options.kernels != "auto") {
+      return absl::InvalidArgumentError(
+          fmt::format("--kernels {}: there are auto, portable and hopper", options.kernels));
+    }
+    return MakeCudaBackends(options.ranks, cuda);
+  }
+  constexpr std::string_view kAvailable = "cpu, cuda";
+#else
+  constexpr std::string_view kAvailable = "cpu";
+#endif
+  return absl::InvalidArgumentError(fmt::format(
+      "backend \"{}\" is not part of this build; available: {}", options.backend, kAvailable));
+}
 
 class EngineImpl final : public Engine {
  public:
@@ -49,16 +80,12 @@ class EngineImpl final : public Engine {
 absl::Status EngineImpl::Load(const CheckpointIndex& checkpoint, const EngineOptions& options) {
   options_ = options;
   config_ = checkpoint.config();
-  if (options.backend != "cpu") {
-    return absl::InvalidArgumentError(
-        fmt::format("backend \"{}\" is not part of this build; available: cpu", options.backend));
-  }
   const auto experts = options.experts == EngineOptions::Experts::kTensor ? ExpertLayout::kTensor
                                                                           : ExpertLayout::kExpert;
   STATETAP_ASSIGN_OR_RETURN(
       const ParallelLayout layout,
       ParallelLayout::Make(config_, options.ranks, experts, checkpoint.quantized()));
-  backends_ = MakeCpuBackends(options.ranks, options.threads);
+  STATETAP_ASSIGN_OR_RETURN(backends_, MakeBackends(options));
 
   ModelLimits limits;
   limits.max_tokens = std::max(1, options.max_batch_tokens);
@@ -190,10 +217,17 @@ absl::Status EngineImpl::Run(SampleSource& source, HiddenStateSink& sink) {
 }
 
 absl::Status EngineImpl::RunStep(const ScheduledStep& step) {
-  output_.states.resize(std::max(output_.states.size(), step.plan.boundaries.size()));
-  for (size_t i = 0; i < step.plan.boundaries.size(); ++i) {
-    output_.states[i].resize(static_cast<size_t>(std::max(1, options_.max_batch_tokens)) *
-                             static_cast<size_t>(config_.hidden));
+  while (output_.states.size() < step.plan.boundaries.size()) {  // the first steps only
+    const size_t count = static_cast<size_t>(std::max(1, options_.max_batch_tokens)) *
+                         static_cast<size_t>(config_.hidden);
+    try {
+      auto* rows = static_cast<uint16_t*>(backends_[0]->AllocateHost(count * sizeof(uint16_t)));
+      output_.states.emplace_back(rows, count);
+    } catch (const std::exception& error) {
+      return absl::ResourceExhaustedError(
+          fmt::format("no host memory for the states of {} tokens: {}", options_.max_batch_tokens,
+                      error.what()));
+    }
   }
   const bool sharded = Sharded(step.plan.num_tokens());
   return group_->RunAll(
@@ -287,7 +321,12 @@ void EngineImpl::Fail(const Sequence& sequence, HiddenStateSink::Failure failure
 absl::StatusOr<std::unique_ptr<Engine>> Engine::Open(const CheckpointIndex& checkpoint,
                                                      const EngineOptions& options) {
   auto engine = std::make_unique<EngineImpl>();
-  STATETAP_RETURN_IF_ERROR(engine->Load(checkpoint, options));
+  try {
+    STATETAP_RETURN_IF_ERROR(engine->Load(checkpoint, options));
+  } catch (const std::exception& error) {  // a device fault: most often its memory is too small
+    return absl::ResourceExhaustedError(fmt::format("cannot load {} ranks on backend {}: {}",
+                                                    options.ranks, options.backend, error.what()));
+  }
   return engine;
 }
 

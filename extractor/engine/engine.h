@@ -16,7 +16,8 @@
 namespace statetap {
 
 struct EngineOptions {
-  std::string backend = "cpu";  // cpu or cuda
+  std::string backend = "cpu";   // cpu or cuda
+  std::string kernels = "auto";  // of the cuda backend: auto, portable or hopper
   int ranks = 1;  // must divide the heads, widths and experts: Open says which does not
   enum class Experts { kExpert, kTensor } experts = Experts::kExpert;
   int max_seq_len = 0;         // 0: the model's positions

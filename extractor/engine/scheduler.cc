@@ -90,6 +90,8 @@ void Scheduler::Schedule(Sequence& sequence, int count, ScheduledStep& step) {
     plan.sequence.push_back(plan.num_seqs);
   }
   ++plan.num_seqs;
+  const bool drawn = sequence.computed >= static_cast<int>(sequence.task.input_ids.size());
+  plan.decodes.push_back(drawn && count == 1);
   AddLogitRows(sequence, rows, plan);
   step.rows.push_back(rows);
 }

@@ -51,8 +51,8 @@ absl::StatusOr<ParallelLayout> ParallelLayout::Make(const ModelConfig& config, i
 
 int ParallelLayout::RankOf(int, int expert) const { return expert / num_slots_; }
 
-std::vector<int> ParallelLayout::SlotsOf(int layer, int rank) const {
-  std::vector<int> slots;
+std::vector<int32_t> ParallelLayout::SlotsOf(int layer, int rank) const {
+  std::vector<int32_t> slots;
   int next = 0;
   for (int expert = 0; expert < num_experts_; ++expert) {
     const bool here = experts_ == ExpertLayout::kTensor || RankOf(layer, expert) == rank;

@@ -2,6 +2,7 @@
 // experts whole or by width.
 #pragma once
 
+#include <cstdint>
 #include <vector>
 
 #include "extractor/base/status.h"
@@ -30,8 +31,8 @@ class ParallelLayout {
 
   // Where an expert of a layer lives. Contiguous blocks today; placement by load changes only this.
   int RankOf(int layer, int expert) const;
-  // slot_of_expert of RoutedFfnParams: this rank's slot, −1 where another rank has it.
-  std::vector<int> SlotsOf(int layer, int rank) const;
+  // slot_of_expert of ExpertsShape: this rank's slot, −1 where another rank has it.
+  std::vector<int32_t> SlotsOf(int layer, int rank) const;
 
  private:
   int world_ = 1, heads_ = 0, dense_width_ = 0, shared_width_ = 0, expert_width_ = 0,

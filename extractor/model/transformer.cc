@@ -37,8 +37,12 @@ Transformer::Transformer(const ModelConfig& config, const ParallelLayout& layout
   scratch.max_context = limits_.max_context;
   scratch.max_logit_rows = limits_.max_logit_rows;
   scratch.hidden = config_.hidden;
+  scratch.num_heads = layout_.heads();
+  scratch.num_experts = config_.num_experts;
+  scratch.top_k = config_.top_k;
   scratch.query_dim = layout_.heads() * config_.qk_dim();
   scratch.heads_dim = layout_.heads() * config_.v_dim;
+  scratch.rope_dim = config_.rope_dim;
   scratch.latent_dim = config_.latent_dim();
   scratch.max_width =
       std::max({layout_.dense_width(), layout_.shared_width(), layout_.expert_width()});
@@ -109,9 +113,9 @@ void Transformer::FeedForward(const Step& step, int layer) {
                   static_cast<float>(config_.routed_scaling), own_experts_, own_weights_});
   backend_.Gather(step, {own_experts_, experts_, top_k * sizeof(int32_t)});
   backend_.Gather(step, {own_weights_, expert_weights_, top_k * sizeof(float)});
-  backend_.RoutedFfn(step, {x, step.sharded ? experts_ : own_experts_,
-                            step.sharded ? expert_weights_ : own_weights_, *w.experts,
-                            w.slot_of_expert, config_.top_k, partial_});
+  backend_.RoutedFfn(
+      step, {x, step.sharded ? experts_ : own_experts_,
+             step.sharded ? expert_weights_ : own_weights_, *w.experts, config_.top_k, partial_});
   if (w.dense.gate != nullptr) {
     backend_.DenseFfn(step, {x, *w.dense.gate, *w.dense.up, *w.dense.down, config_.hidden,
                              layout_.shared_width(), /*accumulate=*/true, partial_});
@@ -127,18 +131,16 @@ void Transformer::CaptureBoundary(const Step& step, const StepPlan& plan, int bo
 }
 
 void Transformer::SampleRows(const Step& step, StepOutput& output) {
-  // Only one rank may write; the others compute the same into memory of their own.
+  // All ranks compute the same; one of them writes.
   const bool writes = backend_.communicator().rank() == 0;
-  std::vector<int32_t> ids(static_cast<size_t>(limits_.max_logit_rows));
-  std::vector<float> logprobs(ids.size()), entropies(ids.size());
   for (int first = 0; first < step.num_logit_rows; first += limits_.max_logit_rows) {
     const int count = std::min(limits_.max_logit_rows, step.num_logit_rows - first);
     backend_.Sample(
         step, {residual_, *weights_.norm, static_cast<float>(config_.rms_norm_eps),
                *weights_.lm_head, config_.hidden, config_.vocab, layout_.vocab_per_rank(), first,
-               count, writes ? output.ids.data() + first : ids.data(),
-               writes ? output.logprobs.data() + first : logprobs.data(),
-               writes ? output.entropies.data() + first : entropies.data()});
+               count, writes ? output.ids.data() + first : nullptr,
+               writes ? output.logprobs.data() + first : nullptr,
+               writes ? output.entropies.data() + first : nullptr});
   }
 }
 

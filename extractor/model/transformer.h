@@ -3,6 +3,7 @@
 // calls on every rank.
 #pragma once
 
+#include <span>
 #include <vector>
 
 #include "extractor/backend/backend.h"
@@ -21,9 +22,9 @@ struct ModelLimits {
 
 // Where a step leaves what it made, in host memory that all ranks share.
 struct StepOutput {
-  std::vector<std::vector<uint16_t>> states;  // by plan.boundaries: bf16 [max_tokens, hidden]
-  std::vector<int32_t> ids;                   // [logit rows]
-  std::vector<float> logprobs, entropies;     // [logit rows]
+  std::vector<std::span<uint16_t>> states;  // by plan.boundaries: bf16 [max_tokens, hidden]
+  std::vector<int32_t> ids;                 // [logit rows]
+  std::vector<float> logprobs, entropies;   // [logit rows]
 };
 
 class Transformer {

@@ -120,17 +120,17 @@ class RankLoader {
     if (config_.num_shared_experts > 0) w.dense = ffn("mlp.shared_experts", layout_.shared_width());
     w.router = matrix("mlp.gate");
     w.router_bias = collector_.Matrix(backend_, prefix + "mlp.gate.e_score_correction_bias");
-    w.slot_of_expert = layout_.SlotsOf(layer, rank_);
-    w.experts = LoadExperts(prefix + "mlp.experts.", w.slot_of_expert);
+    w.experts = LoadExperts(prefix + "mlp.experts.", layout_.SlotsOf(layer, rank_));
     return w;
   }
 
-  WeightPtr LoadExperts(const std::string& prefix, const std::vector<int>& slots) {
+  WeightPtr LoadExperts(const std::string& prefix, const std::vector<int32_t>& slots) {
     ExpertsShape shape;
     shape.num_slots = layout_.num_slots();
     shape.hidden = config_.hidden;
     shape.width = layout_.expert_width();
     shape.int4 = checkpoint_.quantized();
+    shape.slot_of_expert = slots;
     if (shape.int4) {
       shape.scale_dtype = checkpoint_.Find(prefix + "0.gate_proj.weight_scale")->dtype;
     } else {

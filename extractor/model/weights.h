@@ -24,7 +24,6 @@ struct LayerWeights {
   WeightPtr q_b, kv_a, kv_a_norm, kv_b, o;
   FfnWeights dense;  // of a dense layer, or the shared experts; null where there are none
   WeightPtr router, router_bias, experts;  // null in a dense layer
-  std::vector<int> slot_of_expert;
 };
 
 struct ModelWeights {

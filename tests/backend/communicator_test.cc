@@ -53,7 +53,7 @@ TEST(SharedCommunicatorTest, SumsInRankOrderAndGathersRows) {
         for (size_t rank = 1; rank < partial.size(); ++rank) sum += partial[rank][i];
         expected[i] = sum;
       }
-      OnRanks(world, [&](Communicator& communicator) {
+      OnRanks(world, [&](SharedCommunicator& communicator) {
         const auto& mine = partial[static_cast<size_t>(communicator.rank())];
         std::vector<float> whole(expected.size(), NAN), all(expected.size(), NAN);
         communicator.SumRows(mine.data(), {0, tokens}, kWidth, whole.data());
@@ -74,7 +74,7 @@ TEST(SharedCommunicatorTest, SumsInRankOrderAndGathersRows) {
 
 TEST(SharedCommunicatorTest, AbortWakesEveryRank) {
   std::atomic<int> thrown = 0;
-  OnRanks(4, [&](Communicator& communicator) {
+  OnRanks(4, [&](SharedCommunicator& communicator) {
     float value = 0, sum;
     if (communicator.rank() == 2) return communicator.Abort();
     try {

@@ -2,11 +2,9 @@
 #include "extractor/engine/engine.h"
 
 #include <cmath>
-#include <fstream>
 #include <random>
 
-#include "extractor/base/json.h"
-#include "tests/support/engine_harness.h"
+#include "tests/support/tiny_kimi.h"
 
 namespace statetap {
 namespace {
@@ -15,48 +13,16 @@ using testing::Captured;
 using testing::Harness;
 using testing::RunTasks;
 
-const std::filesystem::path kRoot = STATETAP_SOURCE_DIR;
-constexpr int kHidden = 128, kLayers = 8, kImEnd = 2050;
+using testing::GenerateTask;
+using testing::GreedyLines;
+using testing::kHidden;
+using testing::kImEnd;
+using testing::kLayers;
+using testing::SomeTasks;
+using testing::Tiny;
 
-const CheckpointIndex& Tiny() {
-  static const auto index = CheckpointIndex::Open(kRoot / "models/tiny-kimi");
-  return *index;
-}
-
-std::unique_ptr<Engine> Open(EngineOptions options = {}) {
-  auto engine = Engine::Open(Tiny(), options);
-  EXPECT_OK(engine);
-  return *std::move(engine);
-}
-
-std::vector<Json> GreedyLines() {
-  std::vector<Json> lines;
-  std::ifstream file(kRoot / "tests/data/tiny-kimi/greedy.jsonl");
-  for (std::string line; std::getline(file, line);) lines.push_back(*ParseJson(line));
-  return lines;
-}
-
-SampleTask GenerateTask(std::vector<int32_t> prompt, double temperature, uint64_t key) {
-  SampleTask task;
-  task.input_ids = std::move(prompt);
-  task.generate = true;
-  task.max_new_tokens = 128;
-  task.max_length = 4096;
-  task.stop_ids = {kImEnd};
-  task.sampling = {temperature, 0.95, 11, key};
-  task.token_scores = true;
-  task.boundaries = {2, 4, 5, kLayers};
-  return task;
-}
-
-std::vector<SampleTask> SomeTasks(size_t count, double temperature) {
-  std::vector<SampleTask> tasks;
-  for (const Json& line : GreedyLines()) {
-    if (tasks.size() == count) break;
-    tasks.push_back(
-        GenerateTask(line["prompt_ids"].get<std::vector<int32_t>>(), temperature, tasks.size()));
-  }
-  return tasks;
+std::unique_ptr<Engine> Open(const EngineOptions& options = {}) {
+  return testing::OpenTiny(options);
 }
 
 std::vector<int32_t> RandomIds(size_t count, uint32_t seed) {

@@ -21,6 +21,7 @@ class CpuBackend : public Backend {
   Communicator& communicator() override { return communicator_; }
   size_t activation_bytes() const override { return sizeof(float); }
   void* Allocate(size_t bytes) override;
+  void* AllocateHost(size_t bytes) override { return Allocate(bytes); }
   std::unique_ptr<Weight> NewMatrix(int64_t rows, int64_t cols, DType stored) override;
   std::unique_ptr<Weight> NewExperts(const ExpertsShape& shape) override;
   void FinishWeights() override {}

@@ -80,6 +80,7 @@ void CpuBackend::Route(const Step& step, const RouteParams& p) {
 void CpuBackend::RoutedFfn(const Step& step, const RoutedFfnParams& p) {
   const Experts& slots = AsExperts(p.slots);
   const int hidden = slots.shape().hidden, width = slots.shape().width;
+  const std::vector<int32_t>& slot_of_expert = slots.shape().slot_of_expert;
   const auto* x = static_cast<const float*>(p.x);
   auto* partial = static_cast<float*>(p.partial);
 
@@ -91,7 +92,7 @@ void CpuBackend::RoutedFfn(const Step& step, const RoutedFfnParams& p) {
   };
   std::vector<Use> uses;
   for (int64_t i = 0; i < int64_t{step.num_tokens} * p.top_k; ++i) {
-    if (p.slot_of_expert[static_cast<size_t>(p.experts[i])] >= 0)
+    if (slot_of_expert[static_cast<size_t>(p.experts[i])] >= 0)
       uses.push_back({p.experts[i], i / p.top_k, p.weights[i]});
   }
   std::stable_sort(uses.begin(), uses.end(),
@@ -106,7 +107,7 @@ void CpuBackend::RoutedFfn(const Step& step, const RoutedFfnParams& p) {
   for (int64_t first = 0, end; first < count; first = end) {
     const int32_t expert = uses[static_cast<size_t>(first)].expert;
     for (end = first; end < count && uses[static_cast<size_t>(end)].expert == expert;) ++end;
-    const int slot = p.slot_of_expert[static_cast<size_t>(expert)];
+    const int slot = slot_of_expert[static_cast<size_t>(expert)];
     const float* from = rows.data() + first * hidden;
     in.push_back({from, hidden, end - first, slots.reader(slot, Projection::kGate), width, hidden,
                   gate.data() + first * width, width});

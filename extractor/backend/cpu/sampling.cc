@@ -109,6 +109,7 @@ void CpuBackend::Sample(const Step& step, const SampleParams& p) {
   communicator_.GatherBlocks(
       own, static_cast<size_t>(p.count) * static_cast<size_t>(p.vocab_per_rank) * sizeof(float),
       by_rank);
+  if (p.ids == nullptr) return;
   pool_.ParallelFor(p.count, [&](int64_t begin, int64_t end, int) {
     std::vector<float> logits(static_cast<size_t>(padded));
     for (int64_t i = begin; i < end; ++i) {

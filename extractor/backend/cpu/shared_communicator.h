@@ -39,9 +39,15 @@ class SharedCommunicator final : public Communicator {
       : rank_(rank), group_(std::move(group)) {}
   int rank() const override { return rank_; }
   int world() const override { return group_->world(); }
-  void SumRows(const float* partial, RowRange rows, int width, float* own) override;
-  void GatherRows(const void* own, int num_tokens, size_t row_bytes, void* all) override;
-  void GatherBlocks(const void* own, size_t bytes, void* all) override;
+  // own[i] = sum over ranks, in rank order, of their partial[(rows.begin + i)], i in [0,
+  // rows.count). fp32 [num_tokens, width]. Sharded ranges give a reduce-scatter, the whole range on
+  // every rank an all-reduce. `own` may not overlap any partial.
+  void SumRows(const float* partial, RowRange rows, int width, float* own);
+  // all[t] for every row t of the step from the rank that owns it: ShardOfRows(num_tokens, r,
+  // world). Rows of `row_bytes`. `own` may be all + begin * row_bytes.
+  void GatherRows(const void* own, int num_tokens, size_t row_bytes, void* all);
+  // all[r * bytes …] = rank r's own. Blocks of the same size.
+  void GatherBlocks(const void* own, size_t bytes, void* all);
   void Abort() override { group_->Abort(); }
 
  private:

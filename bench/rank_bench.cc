@@ -1,0 +1,400 @@
+// One rank of eight of Kimi-K2.5 at full size on one GPU: all 61 layers, random INT4 experts and
+// bf16 weights made on the device, real routing, the real layer loop. Communication is left out:
+// the rank norms its own rows, the rows of the others stay as they are, and their choice of experts
+// is its own, repeated. Rates are node equivalents: the tokens of a step over the rank's time for
+// it.
+//
+//   rank_bench [--layers N] [--experts expert|tensor] [--kernels auto|portable|hopper]
+//              [--prefill 8192,…] [--decode 1,16,…] [--context 2048,…] [--repeats N]
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <cstring>
+#include <map>
+#include <string>
+
+#include "bench/random_fill.h"
+#include "extractor/backend/cuda/check.h"
+#include "extractor/backend/cuda/rank.h"
+#include "extractor/model/transformer.h"
+
+namespace statetap::bench {
+namespace {
+
+constexpr int kWorld = 8, kRank = 3;
+constexpr int kShardedFrom = 257;  // as the engine
+constexpr int kSampleTokens = 2048;
+
+ModelConfig KimiK25(int layers) {
+  ModelConfig c;
+  c.hidden = 7168;
+  c.num_layers = layers;
+  c.num_heads = 64;
+  c.q_lora_rank = 1536;
+  c.kv_lora_rank = 512;
+  c.nope_dim = 128;
+  c.rope_dim = 64;
+  c.v_dim = 128;
+  c.dense_width = 18432;
+  c.expert_width = 2048;
+  c.num_experts = 384;
+  c.top_k = 8;
+  c.num_shared_experts = 1;
+  c.num_dense_layers = 1;
+  c.routed_scaling = 2.827;
+  c.rms_norm_eps = 1e-5;
+  c.rope = {50000, true, 64, 4096, 32, 1, 1, 1};
+  c.max_positions = 262144;
+  c.vocab = 163840;
+  return c;
+}
+
+// Rank kRank of kWorld without the others. Times each op by events if asked.
+class LoneRank final : public cuda::CudaBackend {
+ public:
+  LoneRank(const std::shared_ptr<cuda::PeerGroup>& group, const CudaOptions& options)
+      : CudaBackend(0, 0, group, options) {}
+
+  bool timed = false;
+  std::map<std::string, double> milliseconds;  // by op, of all timed steps
+
+  Step Begin(const StepPlan& plan, bool sharded) override {
+    Step step = CudaBackend::Begin(plan, sharded);
+    if (sharded) {
+      step.sharded = true;
+      step.own = ShardOfRows(step.num_tokens, kRank, kWorld);
+    }
+    return step;
+  }
+  void Embed(const Step& s, const EmbedParams& p) override {
+    Timed("embed", [&] { CudaBackend::Embed(s, p); });
+  }
+  void ExchangeAddNorm(const Step& s, const ExchangeAddNormParams& p) override {
+    Timed("add + norm", [&] { CudaBackend::ExchangeAddNorm(s, p); });
+  }
+  void LatentProject(const Step& s, const LatentProjectParams& p) override {
+    Timed("latent project", [&] { CudaBackend::LatentProject(s, p); });
+  }
+  void Gather(const Step& s, const GatherParams& p) override {
+    if (!s.sharded || p.row_bytes > 64) return;  // what the others would send
+    for (int rank = 0; rank < kWorld; ++rank) {  // their choice of experts: ours again
+      const RowRange rows = ShardOfRows(s.num_tokens, rank, kWorld);
+      cuda::Check(cudaMemcpyAsync(
+          static_cast<std::byte*>(p.all) + static_cast<size_t>(rows.begin) * p.row_bytes, p.own,
+          static_cast<size_t>(std::min(rows.count, s.own.count)) * p.row_bytes,
+          cudaMemcpyDeviceToDevice, stream()));
+    }
+  }
+  void Attention(const Step& s, const AttentionParams& p) override {
+    Timed("attention", [&] { CudaBackend::Attention(s, p); });
+  }
+  void Route(const Step& s, const RouteParams& p) override {
+    Timed("router", [&] { CudaBackend::Route(s, p); });
+  }
+  void RoutedFfn(const Step& s, const RoutedFfnParams& p) override {
+    Timed("routed experts", [&] { CudaBackend::RoutedFfn(s, p); });
+  }
+  void DenseFfn(const Step& s, const DenseFfnParams& p) override {
+    Timed("shared and dense FFN", [&] { CudaBackend::DenseFfn(s, p); });
+  }
+  void Capture(const Step& s, const CaptureParams& p) override {
+    Timed("capture", [&] { CudaBackend::Capture(s, p); });
+  }
+  void Sample(const Step& s, const SampleParams& p) override {
+    SampleParams own = p;
+    own.vocab = p.vocab_per_rank;  // the other ranks' logits are not here
+    Timed("head and sampling", [&] { CudaBackend::Sample(s, own); });
+  }
+  void Finish() override {
+    CudaBackend::Finish();
+    for (const auto& [name, first, last] : spans_) {
+      float ms;
+      cuda::Check(cudaEventElapsedTime(&ms, first, last));
+      milliseconds[name] += ms;
+      free_.insert(free_.end(), {first, last});
+    }
+    spans_.clear();
+  }
+
+ private:
+  struct Span {
+    const char* name;
+    cudaEvent_t first, last;
+  };
+  cudaEvent_t Mark() {
+    cudaEvent_t event;
+    if (free_.empty()) {
+      cuda::Check(cudaEventCreate(&event));
+    } else {
+      event = free_.back();
+      free_.pop_back();
+    }
+    cuda::Check(cudaEventRecord(event, stream()));
+    return event;
+  }
+  template <typename Op>
+  void Timed(const char* name, const Op& op) {
+    if (!timed) return op();
+    const cudaEvent_t first = Mark();
+    op();
+    spans_.push_back({name, first, Mark()});
+  }
+  std::vector<Span> spans_;
+  std::vector<cudaEvent_t> free_;
+};
+
+WeightPtr RandomMatrix(Backend& backend, int64_t rows, int64_t cols, float scale = 1) {
+  static uint32_t seed = 1;
+  auto weight = backend.NewMatrix(rows, cols, DType::kBf16);
+  const auto& matrix = cuda::AsMatrix(*weight);
+  FillNormal(const_cast<cuda::bf16*>(matrix.data()), rows * cols,
+             scale / std::sqrt(static_cast<float>(cols)), ++seed);
+  return weight;
+}
+
+WeightPtr Vector(Backend& backend, int64_t cols, float value) {
+  auto weight = backend.NewMatrix(1, cols, DType::kBf16);
+  FillValue(const_cast<float*>(cuda::AsMatrix(*weight).vector()), cols, value);
+  return weight;
+}
+
+ModelWeights RandomWeights(Backend& backend, const ModelConfig& c, const ParallelLayout& layout) {
+  ModelWeights w;
+  w.embed = RandomMatrix(backend, layout.vocab_per_rank(), c.hidden, 80);
+  w.lm_head = RandomMatrix(backend, layout.vocab_per_rank(), c.hidden);
+  w.norm = Vector(backend, c.hidden, 1);
+  const int heads = layout.heads();
+  for (int layer = 0; layer < c.num_layers; ++layer) {
+    LayerWeights l;
+    l.input_norm = Vector(backend, c.hidden, 1);
+    l.post_attention_norm = Vector(backend, c.hidden, 1);
+    l.q_a = RandomMatrix(backend, c.q_lora_rank, c.hidden);
+    l.q_a_norm = Vector(backend, c.q_lora_rank, 1);
+    l.q_b = RandomMatrix(backend, heads * c.qk_dim(), c.q_lora_rank);
+    l.kv_a = RandomMatrix(backend, c.latent_dim(), c.hidden);
+    l.kv_a_norm = Vector(backend, c.kv_lora_rank, 1);
+    l.kv_b = RandomMatrix(backend, heads * (c.nope_dim + c.v_dim), c.kv_lora_rank);
+    l.o = RandomMatrix(backend, c.hidden, heads * c.v_dim);
+    const int width = c.IsMoe(layer) ? layout.shared_width() : layout.dense_width();
+    l.dense = {RandomMatrix(backend, width, c.hidden), RandomMatrix(backend, width, c.hidden),
+               RandomMatrix(backend, c.hidden, width)};
+    if (c.IsMoe(layer)) {
+      l.router = RandomMatrix(backend, c.num_experts, c.hidden);
+      l.router_bias = Vector(backend, c.num_experts, 0);
+      ExpertsShape shape;
+      shape.num_slots = layout.num_slots();
+      shape.hidden = c.hidden;
+      shape.width = layout.expert_width();
+      shape.slot_of_expert = layout.SlotsOf(layer, kRank);
+      l.experts = backend.NewExperts(shape);
+      const auto& experts = cuda::AsExperts(*l.experts);
+      FillBlocks(experts.memory(), shape.num_slots * experts.slot_bytes() / cuda::kInt4BlockBytes,
+                 1 / (4.61f * 84), static_cast<uint32_t>(layer));
+    }
+    w.layers.push_back(std::move(l));
+  }
+  cuda::Check(cudaDeviceSynchronize());
+  return w;
+}
+
+struct Options {
+  int layers = 61;
+  ExpertLayout experts = ExpertLayout::kExpert;
+  CudaOptions cuda;
+  std::vector<int> prefill = {8192, 16384}, decode = {1, 16, 64, 256}, context = {2048};
+  int repeats = 5;
+};
+
+class Bench {
+ public:
+  explicit Bench(const Options& options)
+      : options_(options),
+        config_(KimiK25(options.layers)),
+        layout_(*ParallelLayout::Make(config_, kWorld, options.experts, true)),
+        backend_(std::make_shared<cuda::PeerGroup>(1), options.cuda) {
+    ModelWeights weights = RandomWeights(backend_, config_, layout_);
+    ModelLimits limits;
+    limits.max_tokens =
+        std::max(512, *std::max_element(options.prefill.begin(), options.prefill.end()));
+    limits.max_context = 65536;
+    limits.max_logit_rows = 64;
+    limits.num_pages = kPages;
+    limits.inner_eps = 1e-6;
+    model_ = std::make_unique<Transformer>(config_, layout_, backend_, std::move(weights), limits);
+    output_.ids.resize(static_cast<size_t>(limits.max_tokens));
+    output_.logprobs.resize(output_.ids.size());
+    output_.entropies.resize(output_.ids.size());
+    max_tokens_ = limits.max_tokens;
+    size_t free, total;
+    cuda::Check(cudaMemGetInfo(&free, &total));
+    std::printf(
+        "one rank of %d, communication excluded: %d layers, %s layout; %.1f of %.1f GB in use\n",
+        kWorld, config_.num_layers, options.experts == ExpertLayout::kExpert ? "expert" : "tensor",
+        static_cast<double>(total - free) / 1e9, static_cast<double>(total) / 1e9);
+  }
+
+  // Samples of kSampleTokens, packed.
+  void Prefill(int tokens, bool capture) {
+    StepPlan plan;
+    plan.num_seqs = (tokens + kSampleTokens - 1) / kSampleTokens;
+    plan.pages_per_seq = kSampleTokens / kPageTokens;
+    for (int page = 0; page < plan.num_seqs * plan.pages_per_seq; ++page)
+      plan.page_table.push_back(page % kPages);
+    for (int t = 0; t < tokens; ++t) {
+      AddToken(plan, t % kSampleTokens, t / kSampleTokens);
+      if (t % kSampleTokens == kSampleTokens - 1) AddLogit(plan, t);
+    }
+    if (capture)
+      plan.boundaries = {2, config_.num_layers / 2, config_.num_layers - 3, config_.num_layers};
+    const double ms = Run(plan);
+    std::printf("prefill %6d tokens%s: %8.2f ms, %7.0f tok/s node equivalent\n", tokens,
+                capture ? " with capture" : "             ", ms, tokens / ms * 1e3);
+    std::fflush(stdout);
+  }
+
+  void Decode(int batch, int context) {
+    StepPlan plan;
+    plan.num_seqs = batch;
+    plan.pages_per_seq = (context + kPageTokens - 1) / kPageTokens;
+    for (int page = 0; page < plan.num_seqs * plan.pages_per_seq; ++page)
+      plan.page_table.push_back(page % kPages);
+    for (int t = 0; t < batch; ++t) {
+      AddToken(plan, context - 1, t);
+      plan.decodes.push_back(1);
+      AddLogit(plan, t);
+    }
+    const double ms = Run(plan);
+    std::printf("decode batch %4d context %6d: %7.2f ms a step, %7.0f tok/s\n", batch, context, ms,
+                batch / ms * 1e3);
+    std::fflush(stdout);
+  }
+
+ private:
+  static constexpr int kPages = 4096;
+
+  void AddToken(StepPlan& plan, int position, int sequence) {
+    const int first = layout_.vocab_per_rank() * 0;  // rank 0 of the lone group holds these ids
+    plan.ids.push_back(first + static_cast<int>(plan.ids.size() * 7919 % 20480));
+    plan.positions.push_back(position);
+    plan.sequence.push_back(sequence);
+  }
+  static void AddLogit(StepPlan& plan, int row) {
+    plan.logit_rows.push_back(row);
+    plan.draws.push_back({1.0, 0.95, 1, static_cast<uint64_t>(row), 1, -1});
+  }
+
+  // Median milliseconds of a step; then a table of ops from timed steps.
+  double Run(const StepPlan& plan) {
+    const bool sharded = plan.num_tokens() >= kShardedFrom;
+    while (output_.states.size() < plan.boundaries.size()) {
+      const size_t count = static_cast<size_t>(max_tokens_) * static_cast<size_t>(config_.hidden);
+      output_.states.emplace_back(
+          static_cast<uint16_t*>(backend_.AllocateHost(count * sizeof(uint16_t))), count);
+    }
+    std::vector<double> times;
+    for (int i = 0; i < options_.repeats + 2; ++i) {
+      const auto start = std::chrono::steady_clock::now();
+      model_->Forward(plan, sharded, output_);
+      const std::chrono::duration<double, std::milli> took =
+          std::chrono::steady_clock::now() - start;
+      if (i >= 2) times.push_back(took.count());
+    }
+    std::sort(times.begin(), times.end());
+    backend_.timed = true;
+    backend_.milliseconds.clear();
+    model_->Forward(plan, sharded, output_);
+    backend_.timed = false;
+    std::printf("  ms:");
+    for (const auto& [name, ms] : backend_.milliseconds) std::printf(" %s %.2f,", name.c_str(), ms);
+    std::printf("\n");
+    return times[times.size() / 2];
+  }
+
+  const Options options_;
+  const ModelConfig config_;
+  const ParallelLayout layout_;
+  LoneRank backend_;
+  std::unique_ptr<Transformer> model_;
+  StepOutput output_;
+  int max_tokens_ = 0;
+};
+
+// What this very machine gives in this run: cuBLASLt at 8192³ in bursts, and a device copy.
+void Ceilings() {
+  cuda::Gemm gemm;
+  cuda::Stream stream;
+  constexpr int kN = 8192;
+  const auto make = [](size_t count, uint32_t seed) {
+    cuda::DeviceBuffer buffer(count * sizeof(cuda::bf16));
+    FillNormal(buffer.as<cuda::bf16>(), static_cast<int64_t>(count), 1, seed);
+    return buffer;
+  };
+  const size_t size = size_t{kN} * kN;
+  const auto a = make(size, 1), b = make(size, 2), c = make(size, 3);
+  const auto from = make(size_t{1} << 31, 4), to = make(size_t{1} << 31, 5);
+  cuda::Check(cudaDeviceSynchronize());
+  const auto time = [&](int repeats, const auto& launch) {
+    launch();
+    cuda::Check(cudaStreamSynchronize(stream.get()));
+    const auto start = std::chrono::steady_clock::now();
+    for (int i = 0; i < repeats; ++i) launch();
+    cuda::Check(cudaStreamSynchronize(stream.get()));
+    return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count() /
+           repeats;
+  };
+  const cuda::GemmParams product{
+      a.as<cuda::bf16>(), kN, b.as<cuda::bf16>(), kN, c.as<cuda::bf16>(), kN, kN, kN, kN};
+  const auto multiply = [&] { gemm.Run(product, stream.get()); };
+  const double burst = time(10, multiply), sustained = time(1000, multiply);
+  const double copy = time(10, [&] {
+    cuda::Check(cudaMemcpyAsync(to.as<void>(), from.as<void>(), from.size(),
+                                cudaMemcpyDeviceToDevice, stream.get()));
+  });
+  const double flop = 2.0 * kN * kN * kN;
+  std::printf("ceilings: 8192^3 bf16 %.0f TF in a burst, %.0f sustained; device copy %.2f TB/s\n",
+              flop / burst / 1e12, flop / sustained / 1e12,
+              2 * static_cast<double>(from.size()) / copy / 1e12);
+}
+
+std::vector<int> Numbers(const char* text) {
+  std::vector<int> numbers;
+  for (const char* at = text; at != nullptr && *at != 0;) {
+    numbers.push_back(std::atoi(at));
+    at = std::strchr(at, ',');
+    if (at != nullptr) ++at;
+  }
+  return numbers;
+}
+
+int Main(int argc, char** argv) {
+  Options options;
+  for (int i = 1; i + 1 < argc; i += 2) {
+    const std::string name = argv[i], value = argv[i + 1];
+    if (name == "--layers") options.layers = std::atoi(argv[i + 1]);
+    if (name == "--repeats") options.repeats = std::atoi(argv[i + 1]);
+    if (name == "--experts" && value == "tensor") options.experts = ExpertLayout::kTensor;
+    if (name == "--kernels" && value == "portable")
+      options.cuda.kernels = CudaOptions::Kernels::kPortable;
+    if (name == "--kernels" && value == "hopper")
+      options.cuda.kernels = CudaOptions::Kernels::kHopper;
+    if (name == "--prefill") options.prefill = Numbers(argv[i + 1]);
+    if (name == "--decode") options.decode = Numbers(argv[i + 1]);
+    if (name == "--context") options.context = Numbers(argv[i + 1]);
+  }
+  cuda::Check(cudaSetDevice(0));
+  Ceilings();
+  Bench bench(options);
+  for (const int tokens : options.prefill) {
+    bench.Prefill(tokens, /*capture=*/false);
+    bench.Prefill(tokens, /*capture=*/true);
+  }
+  for (const int context : options.context) {
+    for (const int batch : options.decode) bench.Decode(batch, context);
+  }
+  return 0;
+}
+
+}  // namespace
+}  // namespace statetap::bench
+
+int main(int argc, char** argv) { return statetap::bench::Main(argc, argv); }

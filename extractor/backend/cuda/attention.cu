@@ -1,0 +1,375 @@
+#include "extractor/backend/cuda/attention.h"
+
+#include <algorithm>
+
+#include "extractor/backend/cuda/check.h"
+#include "extractor/backend/cuda/mma.h"
+
+namespace statetap::cuda {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kWarps = kThreads / 32;
+constexpr int kKeys = kPageTokens;                     // of a step of the loop: one page
+constexpr int kMaxLatent = 512;                        // columns of c
+constexpr int kColumnTiles = kMaxLatent / 8 / kWarps;  // n8 tiles of the output that a warp holds
+constexpr int kPad = 8;  // values behind a row in shared memory: ldmatrix without bank conflicts
+constexpr int kSmallRows = 16, kLargeRows = 64;
+static_assert(kKeys == 64, "the phases below deal out 64 keys");
+
+__device__ int64_t CacheRow(const int32_t* page_table, int pages_per_seq, int sequence,
+                            int position) {
+  const int page =
+      page_table[static_cast<int64_t>(sequence) * pages_per_seq + position / kPageTokens];
+  return static_cast<int64_t>(page) * kPageTokens + position % kPageTokens;
+}
+
+__device__ float2 Rotate(float a, float b, float2 cos_sin) {
+  return {a * cos_sin.x - b * cos_sin.y, a * cos_sin.y + b * cos_sin.x};
+}
+
+// One block a token.
+__global__ void RotateAndStoreKernel(const RotateAndStoreParams p) {
+  const int64_t t = blockIdx.x;
+  const int position = p.positions[t], latent_dim = p.kv_lora + p.rope, pairs = p.rope / 2;
+  const bf16* latent = p.latents + t * p.latent_stride + p.query_dim;
+  bf16* cache =
+      p.cache + CacheRow(p.page_table, p.pages_per_seq, p.sequence[t], position) * latent_dim;
+  const float2* rotary = p.rotary + static_cast<int64_t>(position) * pairs;
+  for (int i = threadIdx.x; i < p.kv_lora; i += blockDim.x) cache[i] = latent[i];
+  for (int i = threadIdx.x; i < pairs; i += blockDim.x) {
+    const bf16* from = latent + p.kv_lora + 2 * i;
+    const float2 to = Rotate(__bfloat162float(from[0]), __bfloat162float(from[1]), rotary[i]);
+    cache[p.kv_lora + 2 * i] = __float2bfloat16_rn(to.x);
+    cache[p.kv_lora + 2 * i + 1] = __float2bfloat16_rn(to.y);
+  }
+  for (int i = threadIdx.x; i < p.num_heads * pairs; i += blockDim.x) {
+    const int head = i / pairs, pair = i % pairs;
+    bf16* query = p.queries + (t * p.num_heads + head) * (p.nope + p.rope) + p.nope + 2 * pair;
+    const float2 to = Rotate(__bfloat162float(query[0]), __bfloat162float(query[1]), rotary[pair]);
+    bf16* absorbed = p.absorbed + (t * p.num_heads + head) * latent_dim + p.kv_lora + 2 * pair;
+    absorbed[0] = query[0] = __float2bfloat16_rn(to.x);
+    absorbed[1] = query[1] = __float2bfloat16_rn(to.y);
+  }
+}
+
+int PaddedLatent(int latent_dim) { return (latent_dim + 15) / 16 * 16; }
+
+int SharedBytes(int rows, int latent_dim) {
+  const int stride = PaddedLatent(latent_dim) + kPad;
+  return (rows + kKeys) * stride * 2 +  // queries, keys
+         rows * (kKeys + 4) * 4 +       // scores
+         rows * (kKeys + kPad) * 2 +    // softmax weights
+         rows * 3 * 4;                  // maximum, sum, rescale
+}
+
+// Rows of `columns` values into shared memory, zero behind them up to `padded`. Rows at or beyond
+// `valid` are zero: what lies in a page behind the sequence's end may be anything, NaN included.
+__device__ void LoadRows(bf16* to, int stride, const bf16* from, int rows, int valid, int columns,
+                         int padded) {
+  if (columns % 8 == 0) {
+    const int pieces = padded / 8;
+    for (int i = threadIdx.x; i < rows * pieces; i += kThreads) {
+      const int row = i / pieces, column = i % pieces * 8;
+      const bool real = row < valid && column < columns;
+      CopyAsync(to + row * stride + column,
+                real ? from + static_cast<int64_t>(row) * columns + column : from, real ? 16 : 0);
+    }
+    CommitCopies();
+    WaitCopies<0>();
+    return;
+  }
+  for (int i = threadIdx.x; i < rows * padded; i += kThreads) {
+    const int row = i / padded, column = i % padded;
+    to[row * stride + column] = row < valid && column < columns
+                                    ? from[static_cast<int64_t>(row) * columns + column]
+                                    : __float2bfloat16_rn(0.0f);
+  }
+}
+
+// The pages of one part of a row's keys: at least kPagesASplit of them, in at most kMaxSplits
+// parts.
+constexpr int kPagesASplit = 4;
+struct Split {
+  int num_splits, first_key, end_key;
+};
+__device__ Split SplitOf(int position, int split) {
+  const int pages = position / kPageTokens + 1;
+  const int each = max(kPagesASplit, (pages + kMaxSplits - 1) / kMaxSplits);
+  return {(pages + each - 1) / each, split * each * kPageTokens,
+          min((split + 1) * each * kPageTokens, position + 1)};
+}
+
+// grid: (tile, group of heads[, part of the keys]). A block attends kRows rows (token, head) of one
+// sequence, a cache page at a time: scores by all warps, softmax by four lanes a row, then each
+// warp adds to its own columns of the output.
+template <int kRows, bool kSplit>
+__global__ void __launch_bounds__(kThreads)
+    AttendKernel(const AttendParams p, const AttentionTile* tiles, int heads_per_tile, float* parts,
+                 float2* stats) {
+  extern __shared__ __align__(16) unsigned char shared[];
+  const int padded = (p.latent_dim + 15) / 16 * 16, stride = padded + kPad;
+  constexpr int kScoreStride = kKeys + 4, kWeightStride = kKeys + kPad;
+  auto* queries = reinterpret_cast<bf16*>(shared);
+  bf16* keys = queries + kRows * stride;
+  auto* scores = reinterpret_cast<float*>(keys + kKeys * stride);
+  auto* weights = reinterpret_cast<bf16*>(scores + kRows * kScoreStride);
+  auto* maximum = reinterpret_cast<float*>(weights + kRows * kWeightStride);
+  float *sum = maximum + kRows, *rescale = sum + kRows;
+
+  const AttentionTile tile = tiles[blockIdx.x];
+  const int first_head = static_cast<int>(blockIdx.y) * heads_per_tile;
+  const int heads = min(heads_per_tile, p.num_heads - first_head);
+  const int num_rows = tile.count * heads;
+  const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
+  const int sequence = p.sequence[tile.first_token];
+  const int first_position = p.positions[tile.first_token];
+  int begin_key = 0, end_key = first_position + tile.count;
+  if constexpr (kSplit) {
+    const Split split = SplitOf(first_position, static_cast<int>(blockIdx.z));
+    if (static_cast<int>(blockIdx.z) >= split.num_splits) return;
+    begin_key = split.first_key;
+    end_key = split.end_key;
+  }
+
+  for (int i = threadIdx.x; i < kRows * padded; i += kThreads) {
+    const int row = i / padded, column = i % padded;
+    const int64_t token = tile.first_token + row / heads, head = first_head + row % heads;
+    queries[row * stride + column] =
+        row < num_rows && column < p.latent_dim
+            ? p.absorbed[(token * p.num_heads + head) * p.latent_dim + column]
+            : __float2bfloat16_rn(0.0f);
+  }
+  for (int row = threadIdx.x; row < kRows; row += kThreads) {
+    maximum[row] = -INFINITY;
+    sum[row] = 0;
+  }
+
+  constexpr int kRowTiles = kRows / 16;
+  float out[kRowTiles][kColumnTiles][4] = {};
+  const int column_tiles = (p.kv_lora + 7) / 8;
+
+  for (int first_key = begin_key; first_key < end_key; first_key += kKeys) {
+    const int num_keys = min(kKeys, end_key - first_key);
+    __syncthreads();  // all are done with the last page
+    LoadRows(keys, stride,
+             p.cache + CacheRow(p.page_table, p.pages_per_seq, sequence, first_key) * p.latent_dim,
+             kKeys, num_keys, p.latent_dim, padded);
+    __syncthreads();
+
+    // Scores. A warp takes 16 rows × kSpan keys.
+    constexpr int kWarpsARow = kWarps / kRowTiles, kSpan = kKeys / kWarpsARow;
+    {
+      const int row0 = warp / kWarpsARow * 16, key0 = warp % kWarpsARow * kSpan;
+      float s[kSpan / 8][4] = {};
+      for (int k = 0; k < padded; k += 16) {
+        uint32_t a[4];
+        LoadMatrices(a, queries + (row0 + lane % 16) * stride + k + lane / 16 * 8);
+        if constexpr (kSpan == 8) {
+          uint32_t b[4];  // lanes 16…31 repeat what lanes 0…15 say
+          LoadMatrices(b, keys + (key0 + lane % 8) * stride + k + lane / 8 % 2 * 8);
+          Mma(s[0], a, b[0], b[1]);
+        } else {
+#pragma unroll
+          for (int n = 0; n < kSpan / 16; ++n) {
+            uint32_t b[4];
+            LoadMatrices(b, keys + (key0 + n * 16 + lane / 16 * 8 + lane % 8) * stride + k +
+                                lane / 8 % 2 * 8);
+            Mma(s[2 * n], a, b[0], b[1]);
+            Mma(s[2 * n + 1], a, b[2], b[3]);
+          }
+        }
+      }
+#pragma unroll
+      for (int n = 0; n < kSpan / 8; ++n) {
+        float* to = scores + (row0 + lane / 4) * kScoreStride + key0 + n * 8 + lane % 4 * 2;
+        to[0] = s[n][0];
+        to[1] = s[n][1];
+        to[8 * kScoreStride] = s[n][2];
+        to[8 * kScoreStride + 1] = s[n][3];
+      }
+    }
+    __syncthreads();
+
+    // Softmax of the page: lane i of a row's four takes keys i, i + 4, … Keys behind the row's own
+    // position count nothing; a page that holds none of its keys leaves every bit of the row alone.
+    if (threadIdx.x < kRows * 4) {
+      const int row = static_cast<int>(threadIdx.x) / 4, part = static_cast<int>(threadIdx.x) % 4;
+      const int position = first_position + row / heads;
+      float largest = -INFINITY;
+      for (int i = part; i < kKeys; i += 4) {
+        float& score = scores[row * kScoreStride + i];
+        score = first_key + i <= position ? score * p.scale : -INFINITY;
+        largest = fmaxf(largest, score);
+      }
+      largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 1));
+      largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 2));
+      const float before = maximum[row], now = fmaxf(before, largest);
+      float added = 0;
+      for (int i = part; i < kKeys; i += 4) {
+        const bool seen = first_key + i <= position;
+        const float weight = seen ? expf(scores[row * kScoreStride + i] - now) : 0.0f;
+        added += weight;
+        weights[row * kWeightStride + i] = __float2bfloat16_rn(weight);
+      }
+      added += __shfl_xor_sync(0xffffffffu, added, 1);
+      added += __shfl_xor_sync(0xffffffffu, added, 2);
+      __syncwarp();
+      if (part == 0) {
+        const float factor = before == now ? 1.0f : expf(before - now);
+        rescale[row] = factor;
+        sum[row] = sum[row] * factor + added;
+        maximum[row] = now;
+      }
+    }
+    __syncthreads();
+
+    // Output columns [8 · tile, … + 8) with tile = warp, warp + 8, …: two tiles at a time, so that
+    // one ldmatrix feeds both.
+#pragma unroll
+    for (int r = 0; r < kRowTiles; ++r) {
+      const float low = rescale[r * 16 + lane / 4], high = rescale[r * 16 + lane / 4 + 8];
+#pragma unroll
+      for (int c = 0; c < kColumnTiles; ++c) {
+        out[r][c][0] *= low;
+        out[r][c][1] *= low;
+        out[r][c][2] *= high;
+        out[r][c][3] *= high;
+      }
+    }
+#pragma unroll
+    for (int k = 0; k < kKeys; k += 16) {
+      uint32_t a[kRowTiles][4];
+#pragma unroll
+      for (int r = 0; r < kRowTiles; ++r)
+        LoadMatrices(a[r], weights + (r * 16 + lane % 16) * kWeightStride + k + lane / 16 * 8);
+#pragma unroll
+      for (int c = 0; c < kColumnTiles; c += 2) {
+        // Neighbouring tiles 2w, 2w + 1 of the c-th round.
+        const int column = (c / 2 * kWarps + warp) * 16;
+        if (column / 8 >= column_tiles) continue;
+        uint32_t b[4];
+        LoadMatricesTransposed(b, keys + (k + lane % 16) * stride + column + lane / 16 * 8);
+#pragma unroll
+        for (int r = 0; r < kRowTiles; ++r) {
+          Mma(out[r][c], a[r], b[0], b[1]);
+          Mma(out[r][c + 1], a[r], b[2], b[3]);
+        }
+      }
+    }
+  }
+
+#pragma unroll
+  for (int r = 0; r < kRowTiles; ++r) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = r * 16 + lane / 4 + half * 8;
+      if (row >= num_rows) continue;
+      const int64_t token = tile.first_token + row / heads, head = first_head + row % heads;
+      bf16* to = p.out + (token * p.num_heads + head) * p.kv_lora;
+      const int64_t part =
+          (static_cast<int64_t>(blockIdx.x) * kMaxSplits + blockIdx.z) * p.num_heads + head;
+      if (kSplit && warp == 0 && lane % 4 == 0) stats[part] = {maximum[row], sum[row]};
+#pragma unroll
+      for (int c = 0; c < kColumnTiles; ++c) {
+        const int column = (c / 2 * kWarps + warp) * 16 + c % 2 * 8 + lane % 4 * 2;
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          if (column + i >= p.kv_lora) continue;
+          const float value = out[r][c][half * 2 + i];
+          if constexpr (kSplit) {
+            parts[part * p.kv_lora + column + i] = value;
+          } else {
+            to[column + i] = __float2bfloat16_rn(value / sum[row]);
+          }
+        }
+      }
+    }
+  }
+}
+
+// grid: (token, head). The parts of a row, in ascending order.
+__global__ void CombineKernel(const AttendSplitParams p) {
+  const AttendParams& a = p.attend;
+  const int64_t token = a.tiles[blockIdx.x].first_token, head = blockIdx.y;
+  const int num_splits = SplitOf(a.positions[token], 0).num_splits;
+  const auto part = [&](int split) {
+    return (static_cast<int64_t>(blockIdx.x) * kMaxSplits + split) * a.num_heads + head;
+  };
+  const auto factor = [](float maximum, float largest) {
+    return maximum == largest ? 1.0f : expf(maximum - largest);
+  };
+  float largest = -INFINITY, sum = 0;
+  for (int split = 0; split < num_splits; ++split) largest = fmaxf(largest, p.stats[part(split)].x);
+  for (int split = 0; split < num_splits; ++split) {
+    const float2 stats = p.stats[part(split)];
+    sum += stats.y * factor(stats.x, largest);
+  }
+  for (int column = threadIdx.x; column < a.kv_lora; column += blockDim.x) {
+    float out = 0;
+    for (int split = 0; split < num_splits; ++split) {
+      out += p.parts[part(split) * a.kv_lora + column] * factor(p.stats[part(split)].x, largest);
+    }
+    a.out[(token * a.num_heads + head) * a.kv_lora + column] = __float2bfloat16_rn(out / sum);
+  }
+}
+
+int SharedLimit() {
+  int device, bytes;
+  Check(cudaGetDevice(&device));
+  Check(cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
+  return bytes;
+}
+
+template <int kRows, bool kSplit>
+void Launch(const AttendParams& p, const AttentionTile* tiles, int count, float* parts,
+            float2* stats, cudaStream_t stream) {
+  if (count == 0) return;
+  if (p.kv_lora > kMaxLatent) {
+    Fail("kv_lora_rank = " + std::to_string(p.kv_lora) + ": the kernel holds at most " +
+         std::to_string(kMaxLatent));
+  }
+  const int heads = std::min(p.num_heads, kRows), bytes = SharedBytes(kRows, p.latent_dim);
+  auto* kernel = AttendKernel<kRows, kSplit>;
+  Check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
+  const dim3 grid(static_cast<unsigned>(count),
+                  static_cast<unsigned>((p.num_heads + heads - 1) / heads),
+                  kSplit ? kMaxSplits : 1);
+  kernel<<<grid, kThreads, static_cast<size_t>(bytes), stream>>>(p, tiles, heads, parts, stats);
+  CheckLaunch();
+}
+
+}  // namespace
+
+void RotateAndStore(const RotateAndStoreParams& p, cudaStream_t stream) {
+  if (p.num_tokens == 0) return;
+  RotateAndStoreKernel<<<static_cast<unsigned>(p.num_tokens), kThreads, 0, stream>>>(p);
+  CheckLaunch();
+}
+
+AttentionForms AttentionFormsOf(int num_heads, int latent_dim) {
+  AttentionForms forms;
+  forms.small_tokens = std::max(1, kSmallRows / num_heads);
+  if (SharedBytes(kLargeRows, latent_dim) <= SharedLimit())
+    forms.large_tokens = std::max(1, kLargeRows / num_heads);
+  return forms;
+}
+
+void Attend(const AttendParams& p, cudaStream_t stream) {
+  Launch<kSmallRows, false>(p, p.tiles, p.num_small, nullptr, nullptr, stream);
+  Launch<kLargeRows, false>(p, p.tiles + p.num_small, p.num_large, nullptr, nullptr, stream);
+}
+
+void AttendSplit(const AttendSplitParams& params, cudaStream_t stream) {
+  AttendSplitParams p = params;
+  for (int left = params.attend.num_small; left > 0; left -= kSplitTokens) {
+    const int count = std::min(left, kSplitTokens);
+    Launch<kSmallRows, true>(p.attend, p.attend.tiles, count, p.parts, p.stats, stream);
+    const dim3 grid(static_cast<unsigned>(count), static_cast<unsigned>(p.attend.num_heads));
+    CombineKernel<<<grid, 128, 0, stream>>>(p);
+    CheckLaunch();
+    p.attend.tiles += count;
+  }
+}
+
+}  // namespace statetap::cuda

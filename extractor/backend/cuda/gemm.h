@@ -1,0 +1,72 @@
+// Dense products by cuBLASLt: bf16 in, fp32 accumulation, bf16 or fp32 out.
+//
+// Algorithms are pinned: a shape gets one for the rows of prompts and one for rows that decode,
+// chosen when the shape is first seen. A pinned algorithm with its fixed split of K gives a row the
+// same bits whatever the number of rows, so within a phase a row does not depend on the step it
+// runs in. Shapes that cuBLASLt does not take (odd sizes) run on a plain kernel.
+#pragma once
+
+#include <cublasLt.h>
+#include <cuda_bf16.h>
+
+#include <map>
+#include <memory>
+#include <tuple>
+
+#include "extractor/backend/cuda/owners.h"
+
+namespace statetap::cuda {
+
+using bf16 = __nv_bfloat16;
+
+// Many rows at once, or few: what an algorithm is chosen for. Any number of rows runs in either;
+// decoding rows go kMaxDecodeRows at a time, as a split of K wants room for each.
+enum class Phase { kPrompt, kDecode };
+inline constexpr int kMaxDecodeRows = 512;
+
+// For each batch entry: y[m][n] (+)= sum over k of x[m][k] · w[n][k], or · w[k][n].
+struct GemmParams {
+  const bf16* x;  // [m, k], rows x_stride apart
+  int64_t x_stride;
+  const bf16* w;  // [n, k], or [k, n] if w_by_k; rows w_stride apart
+  int64_t w_stride;
+  void* y;  // [m, n], rows y_stride apart
+  int64_t y_stride;
+  int m, n, k;
+  bool w_by_k = false;
+  bool fp32_out = false;
+  bool accumulate = false;
+  Phase phase = Phase::kPrompt;
+  int batch = 1;
+  int64_t x_batch = 0, w_batch = 0, y_batch = 0;  // elements between batch entries
+};
+
+// The plain kernel: one thread a value, k in ascending order.
+void PlainGemm(const GemmParams& params, cudaStream_t stream);
+
+class Gemm {
+ public:
+  Gemm();
+  // Enqueues on `stream`; one stream at a time, as the workspace is shared.
+  void Run(const GemmParams& params, cudaStream_t stream);
+
+ private:
+  // Everything but m that an algorithm depends on.
+  using Key = std::tuple<int, int, int64_t, int64_t, int64_t, int, int64_t, int64_t, int64_t, int>;
+  struct Plan {
+    bool plain = false;
+    cublasLtMatmulAlgo_t algorithm;
+  };
+  void RunOnce(const GemmParams& params, cudaStream_t stream);
+  const Plan& PlanFor(const GemmParams& params);
+  Plan Choose(const GemmParams& params) const;
+
+  struct Destroy {
+    void operator()(cublasLtContext* handle) const { cublasLtDestroy(handle); }
+  };
+  std::unique_ptr<cublasLtContext, Destroy> handle_;
+  DeviceBuffer workspace_;
+  std::map<Key, Plan> plans_;
+};
+
+}  // namespace statetap::cuda

@@ -1,0 +1,131 @@
+// One rank: its stream, its memory, its scratch, and the ops as launches on that stream.
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "extractor/backend/cuda/attention.h"
+#include "extractor/backend/cuda/cuda_backend.h"
+#include "extractor/backend/cuda/gemm.h"
+#include "extractor/backend/cuda/owners.h"
+#include "extractor/backend/cuda/peer_group.h"
+#include "extractor/backend/cuda/prefill.h"
+#include "extractor/backend/cuda/weights.h"
+
+namespace statetap::cuda {
+
+class CudaBackend : public Backend {
+ public:
+  CudaBackend(int rank, int device, std::shared_ptr<PeerGroup> group, const CudaOptions& options);
+  ~CudaBackend() override;
+
+  Communicator& communicator() override { return communicator_; }
+  size_t activation_bytes() const override { return sizeof(bf16); }
+  void* Allocate(size_t bytes) override;
+  void* AllocateHost(size_t bytes) override;
+  std::unique_ptr<Weight> NewMatrix(int64_t rows, int64_t cols, DType stored) override;
+  std::unique_ptr<Weight> NewExperts(const ExpertsShape& shape) override;
+  void FinishWeights() override;
+  const void* NewRotary(std::span<const float> inverse_frequencies, int num_positions) override;
+  void NewKvCache(int num_layers, int num_pages, int width) override;
+  void PlanScratch(const Limits& limits) override;
+
+  Step Begin(const StepPlan& plan, bool sharded) override;
+  void Embed(const Step& step, const EmbedParams& params) override;
+  void ExchangeAddNorm(const Step& step, const ExchangeAddNormParams& params) override;
+  void LatentProject(const Step& step, const LatentProjectParams& params) override;
+  void Gather(const Step& step, const GatherParams& params) override;
+  void Attention(const Step& step, const AttentionParams& params) override;
+  void Route(const Step& step, const RouteParams& params) override;
+  void RoutedFfn(const Step& step, const RoutedFfnParams& params) override;
+  void DenseFfn(const Step& step, const DenseFfnParams& params) override;
+  void Capture(const Step& step, const CaptureParams& params) override;
+  void Sample(const Step& step, const SampleParams& params) override;
+  void Finish() override;
+
+  cudaStream_t stream() const { return stream_.get(); }
+
+ private:
+  void Use() const;  // the rank's device on this thread
+  // x · wᵀ for rows [begin, begin + count) of the step: those that decode by the one algorithm,
+  // those of prompts by the other.
+  void Multiply(const bf16* x, int64_t x_stride, RowRange rows, const Weight& w, void* y,
+                int64_t y_stride, bool fp32_out = false, bool accumulate = false);
+  void MultiplyByPhase(GemmParams params, int first_row);
+  // The forms of attention: rows that decode are attended absorbed, their keys in parts; prompts in
+  // the expanded form, or absorbed where the model's sizes do not suit that.
+  void PlanAttention(const StepPlan& plan);
+  void PlanPrompt(const StepPlan& plan, int first, int end);
+  void AttendAbsorbed(const Step& step, const AttentionParams& params, const bf16* cache);
+  void AttendExpanded(const Step& step, const AttentionParams& params, const bf16* cache);
+
+  const int device_;
+  PeerCommunicator communicator_;
+  Uploader uploader_;
+  Stream stream_, copies_;  // copies_: captured states to the host, under the next ops
+  Gemm gemm_;
+  std::vector<DeviceBuffer> memory_;
+  std::vector<PinnedBuffer> host_memory_;
+  DeviceBuffer cache_;
+  // Products of INT4 experts: Hopper's kernel, or the portable one.
+  const RowMaps& MapsOf(const bf16* x, int columns);
+  bool hopper_ = false;
+  struct MapsOfRows {
+    const bf16* x;
+    int columns;
+    RowMaps maps;
+  };
+  std::vector<MapsOfRows> row_maps_;  // made when a buffer is first multiplied
+  int num_pages_ = 0, cache_width_ = 0;
+  Limits limits_{};
+  AttentionForms forms_;
+
+  // The plan's arrays, at one place each: staged in pinned memory, one copy a step.
+  PinnedBuffer plan_host_;
+  DeviceBuffer plan_device_;
+  std::vector<AttentionTile> tiles_;  // those that decode, then small ones, then large ones
+  int num_decode_tiles_ = 0, num_small_tiles_ = 0;
+  int num_decode_rows_ = 0;  // of the step, in front
+  RowRange absorbed_rows_;   // of the step: all that tiles_ names lie within
+  // Prompts, in rounds whose keys fit the scratch.
+  struct PromptRound {
+    size_t first_run, num_runs, first_tile, num_tiles;
+    int keys;
+  };
+  std::vector<KeyRun> key_runs_;
+  std::vector<PromptTile> prompt_tiles_;
+  std::vector<PromptRound> prompt_rounds_;
+  const AttentionTile* device_tiles_ = nullptr;
+  const KeyRun* device_key_runs_ = nullptr;
+  const PromptTile* device_prompt_tiles_ = nullptr;
+  bool expandable_ = false;
+  int prompt_keys_ = 0;  // that fit the scratch
+
+  // [max_tokens, …]
+  DeviceBuffer queries_, absorbed_, attended_, heads_, gate_, up_;
+  DeviceBuffer split_parts_, split_stats_, key_latents_, expanded_;
+  DeviceBuffer router_logits_;
+  DeviceBuffer counts_, first_row_, token_of_row_, row_of_, row_tiles_, num_row_tiles_, h_, y_;
+  DeviceBuffer picked_, normed_, logits_, all_logits_;
+
+  struct PendingStates {
+    uint16_t* to;
+    size_t count;
+    const uint16_t* from;
+  };
+  struct PendingTokens {
+    int32_t* ids;
+    float *logprobs, *entropies;
+    int first, count;
+  };
+  DeviceBuffer captured_;
+  PinnedBuffer captured_host_;
+  size_t num_captured_ = 0;
+  std::vector<PendingStates> pending_states_;
+  DeviceBuffer results_;  // [max_tokens] ids, logprobs, entropies
+  PinnedBuffer results_host_;
+  std::vector<PendingTokens> pending_tokens_;
+  Event captured_event_, finished_, copied_;
+};
+
+}  // namespace statetap::cuda

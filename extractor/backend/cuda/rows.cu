@@ -1,0 +1,243 @@
+#include "extractor/backend/cuda/rows.h"
+
+#include <cuda_fp16.h>
+
+#include <algorithm>
+
+#include "extractor/backend/cuda/check.h"
+
+namespace statetap::cuda {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kChunk = 8;  // values of a 16-byte access
+
+bool Aligned(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % 16 == 0; }
+
+// Values [0, count) of a chunk; whole ones by one 16-byte access where everything is aligned.
+__device__ void Load(const bf16* from, int count, bool wide, float (&to)[kChunk]) {
+  if (wide) {
+    const uint4 bits = *reinterpret_cast<const uint4*>(from);
+    const auto* pairs = reinterpret_cast<const __nv_bfloat162*>(&bits);
+#pragma unroll
+    for (int i = 0; i < kChunk / 2; ++i) {
+      const float2 pair = __bfloat1622float2(pairs[i]);
+      to[2 * i] = pair.x;
+      to[2 * i + 1] = pair.y;
+    }
+    return;
+  }
+#pragma unroll
+  for (int i = 0; i < kChunk; ++i) to[i] = i < count ? __bfloat162float(from[i]) : 0.0f;
+}
+
+__device__ void Store(bf16* to, int count, bool wide, const float (&from)[kChunk]) {
+  if (wide) {
+    uint4 bits;
+    auto* pairs = reinterpret_cast<__nv_bfloat162*>(&bits);
+#pragma unroll
+    for (int i = 0; i < kChunk / 2; ++i)
+      pairs[i] = __floats2bfloat162_rn(from[2 * i], from[2 * i + 1]);
+    *reinterpret_cast<uint4*>(to) = bits;
+    return;
+  }
+#pragma unroll
+  for (int i = 0; i < kChunk; ++i) {
+    if (i < count) to[i] = __float2bfloat16_rn(from[i]);
+  }
+}
+
+// Sum over the block in a fixed order; the same value on every thread.
+__device__ double BlockSum(double value) {
+  __shared__ double warps[kThreads / 32];
+  for (int offset = 16; offset > 0; offset /= 2)
+    value += __shfl_xor_sync(0xffffffffu, value, offset);
+  if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = value;
+  __syncthreads();
+  double sum = 0;
+  for (int warp = 0; warp < kThreads / 32; ++warp) sum += warps[warp];
+  __syncthreads();
+  return sum;
+}
+
+// fp64, as on the CPU: the widest rows' sum of squares can leave fp32.
+__device__ float NormScale(double squares, int hidden, float eps) {
+  return static_cast<float>(1.0 / sqrt(squares / hidden + static_cast<double>(eps)));
+}
+
+// One block a row. A thread sees the same columns in both passes, so it reads back what it wrote.
+__global__ void SumAddNormKernel(const SumAddNormParams p, bool wide) {
+  const int64_t row = blockIdx.x;
+  bf16* residual = p.residual + row * p.hidden;
+  const int64_t from = (p.first_row + row) * p.hidden;
+  double squares = 0;
+  for (int c = threadIdx.x * kChunk; c < p.hidden; c += kThreads * kChunk) {
+    const int count = min(kChunk, p.hidden - c);
+    float sum[kChunk], part[kChunk];
+    Load(p.partial[0] + from + c, count, wide, sum);
+    for (int rank = 1; rank < p.world; ++rank) {
+      Load(p.partial[rank] + from + c, count, wide, part);
+#pragma unroll
+      for (int i = 0; i < kChunk; ++i) sum[i] += part[i];
+    }
+    if (!p.replace) {
+      Load(residual + c, count, wide, part);
+#pragma unroll
+      for (int i = 0; i < kChunk; ++i) sum[i] += part[i];
+    }
+#pragma unroll
+    for (int i = 0; i < kChunk; ++i) {
+      sum[i] = __bfloat162float(__float2bfloat16_rn(sum[i]));
+      squares += static_cast<double>(sum[i]) * sum[i];
+    }
+    Store(residual + c, count, wide, sum);
+  }
+  if (p.weight == nullptr) return;
+  const float scale = NormScale(BlockSum(squares), p.hidden, p.eps);
+  for (int c = threadIdx.x * kChunk; c < p.hidden; c += kThreads * kChunk) {
+    const int count = min(kChunk, p.hidden - c);
+    float value[kChunk];
+    Load(residual + c, count, wide, value);
+#pragma unroll
+    for (int i = 0; i < kChunk; ++i) {
+      if (i < count) value[i] = value[i] * scale * p.weight[c + i];
+    }
+    Store(p.normed + row * p.hidden + c, count, wide, value);
+  }
+}
+
+// One block a row of y.
+__global__ void RmsNormKernel(const RmsNormParams p, bool wide) {
+  const int64_t i = blockIdx.x;
+  const int row = p.rows == nullptr ? static_cast<int>(i) : p.rows[i] - p.first_row;
+  bf16* y = p.y + i * p.y_stride;
+  if (row < 0 || row >= p.num_x_rows) {
+    for (int c = threadIdx.x; c < p.hidden; c += kThreads) y[c] = __float2bfloat16_rn(0.0f);
+    return;
+  }
+  const bf16* x = p.x + row * p.x_stride;
+  double squares = 0;
+  float value[kChunk];
+  for (int c = threadIdx.x * kChunk; c < p.hidden; c += kThreads * kChunk) {
+    Load(x + c, min(kChunk, p.hidden - c), wide, value);
+#pragma unroll
+    for (int k = 0; k < kChunk; ++k) squares += static_cast<double>(value[k]) * value[k];
+  }
+  const float scale = NormScale(BlockSum(squares), p.hidden, p.eps);
+  for (int c = threadIdx.x * kChunk; c < p.hidden; c += kThreads * kChunk) {
+    const int count = min(kChunk, p.hidden - c);
+    Load(x + c, count, wide, value);
+#pragma unroll
+    for (int k = 0; k < kChunk; ++k) {
+      if (k < count) value[k] = value[k] * scale * p.weight[c + k];
+    }
+    Store(y + c, count, wide, value);
+  }
+}
+
+__global__ void EmbedKernel(const EmbedRowsParams p) {
+  const int64_t row = blockIdx.x;
+  const int id = p.ids[row] - p.first_id;
+  const bool here = id >= 0 && id < p.num_ids;
+  for (int c = threadIdx.x; c < p.hidden; c += kThreads) {
+    p.y[row * p.hidden + c] =
+        here ? p.table[static_cast<int64_t>(id) * p.hidden + c] : __float2bfloat16_rn(0.0f);
+  }
+}
+
+__global__ void SwiGluKernel(bf16* gate, const bf16* up, int64_t count) {
+  for (int64_t i = blockIdx.x * int64_t{kThreads} + threadIdx.x; i < count;
+       i += int64_t{gridDim.x} * kThreads) {
+    const float g = __bfloat162float(gate[i]);
+    gate[i] = __float2bfloat16_rn(g / (1.0f + expf(-g)) * __bfloat162float(up[i]));
+  }
+}
+
+__global__ void ConvertKernel(const ConvertParams p) {
+  const int64_t count = p.rows * p.cols;
+  for (int64_t i = blockIdx.x * int64_t{kThreads} + threadIdx.x; i < count;
+       i += int64_t{gridDim.x} * kThreads) {
+    float value;
+    if (p.source == Source::kFloat) {
+      value = static_cast<const float*>(p.from)[i];
+    } else if (p.source == Source::kHalf) {
+      value = __half2float(static_cast<const __half*>(p.from)[i]);
+    } else {
+      value = __bfloat162float(static_cast<const bf16*>(p.from)[i]);
+    }
+    p.to[i] = __float2bfloat16_rn(value);
+    if (p.to_float != nullptr) p.to_float[i] = value;
+  }
+}
+
+// A thread a value of y; x and w are read through the caches. For sizes where speed does not
+// matter.
+__global__ void PlainGemmKernel(const GemmParams p) {
+  const int64_t i = blockIdx.x * int64_t{kThreads} + threadIdx.x;
+  if (i >= int64_t{p.m} * p.n) return;
+  const int64_t m = i / p.n, n = i % p.n, b = blockIdx.y;
+  const bf16* x = p.x + b * p.x_batch + m * p.x_stride;
+  const bf16* w = p.w + b * p.w_batch + (p.w_by_k ? n : n * p.w_stride);
+  const int64_t step = p.w_by_k ? p.w_stride : 1;
+  float sum = 0;
+  for (int k = 0; k < p.k; ++k) sum += __bfloat162float(x[k]) * __bfloat162float(w[k * step]);
+  const int64_t at = b * p.y_batch + m * p.y_stride + n;
+  if (p.fp32_out) {
+    auto* y = static_cast<float*>(p.y);
+    y[at] = p.accumulate ? y[at] + sum : sum;
+  } else {
+    auto* y = static_cast<bf16*>(p.y);
+    y[at] = __float2bfloat16_rn(p.accumulate ? __bfloat162float(y[at]) + sum : sum);
+  }
+}
+
+unsigned Blocks(int64_t count) {
+  return static_cast<unsigned>(std::min<int64_t>((count + kThreads - 1) / kThreads, 65536));
+}
+
+}  // namespace
+
+void SumAddNorm(const SumAddNormParams& p, cudaStream_t stream) {
+  if (p.num_rows == 0) return;
+  bool wide = p.hidden % kChunk == 0 && Aligned(p.residual) && Aligned(p.normed);
+  for (int rank = 0; rank < p.world; ++rank) wide = wide && Aligned(p.partial[rank]);
+  SumAddNormKernel<<<static_cast<unsigned>(p.num_rows), kThreads, 0, stream>>>(p, wide);
+  CheckLaunch();
+}
+
+void RmsNorm(const RmsNormParams& p, cudaStream_t stream) {
+  if (p.num_rows == 0) return;
+  const bool wide = p.hidden % kChunk == 0 && p.x_stride % kChunk == 0 &&
+                    p.y_stride % kChunk == 0 && Aligned(p.x) && Aligned(p.y);
+  RmsNormKernel<<<static_cast<unsigned>(p.num_rows), kThreads, 0, stream>>>(p, wide);
+  CheckLaunch();
+}
+
+void EmbedRows(const EmbedRowsParams& p, cudaStream_t stream) {
+  if (p.num_rows == 0) return;
+  EmbedKernel<<<static_cast<unsigned>(p.num_rows), kThreads, 0, stream>>>(p);
+  CheckLaunch();
+}
+
+void SwiGlu(bf16* gate, const bf16* up, int64_t count, cudaStream_t stream) {
+  if (count == 0) return;
+  SwiGluKernel<<<Blocks(count), kThreads, 0, stream>>>(gate, up, count);
+  CheckLaunch();
+}
+
+void Convert(const ConvertParams& p, cudaStream_t stream) {
+  if (p.rows * p.cols == 0) return;
+  ConvertKernel<<<Blocks(p.rows * p.cols), kThreads, 0, stream>>>(p);
+  CheckLaunch();
+}
+
+void PlainGemm(const GemmParams& p, cudaStream_t stream) {
+  const int64_t count = int64_t{p.m} * p.n;
+  if (count == 0 || p.batch == 0) return;
+  const dim3 grid(static_cast<unsigned>((count + kThreads - 1) / kThreads),
+                  static_cast<unsigned>(p.batch));
+  PlainGemmKernel<<<grid, kThreads, 0, stream>>>(p);
+  CheckLaunch();
+}
+
+}  // namespace statetap::cuda

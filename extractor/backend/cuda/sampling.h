@@ -1,0 +1,25 @@
+// From logits to tokens and scores, on the device.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "extractor/backend/step_plan.h"
+
+namespace statetap::cuda {
+
+// The same rule and the same random numbers as the CPU backend: greedy with ties to the lower id,
+// or a draw from the softmax at `temperature` cut to the smallest set of most likely tokens with
+// mass ≥ top_p. Sums in fp64, in a fixed order.
+struct ChooseTokensParams {
+  const float* logits;  // [ranks, count, vocab_per_rank]
+  int count, vocab, vocab_per_rank;
+  const StepPlan::Draw* draws;  // [count]
+  int32_t* ids;                 // [count]
+  float* logprobs;              // [count]; NaN where a logit is not finite, then id 0
+  float* entropies;             // [count]
+};
+void ChooseTokens(const ChooseTokensParams& params, cudaStream_t stream);
+
+}  // namespace statetap::cuda

@@ -1,0 +1,301 @@
+// Grouped product of routed experts by wgmma and TMA: sm_90a.
+//
+// A block multiplies one weight tile (256 fragment rows) with one token tile over all of K, then
+// goes on to the next pair; the grid is one block a multiprocessor. Warp 8 is the producer: it
+// keeps a ring of kStages K steps filled, weights by bulk copies and tokens by TMA (128-byte
+// swizzle). Two consumer warpgroups hold 128 fragment rows each: weights go from shared memory to
+// registers, are dequantised there and are wgmma's operand A, tokens are its N. One wgmma is in
+// flight while the next fragment is converted.
+//
+// Token tiles come in falling width, and the consumers run one loop a width, one after the other: a
+// switch over widths inside one loop makes ptxas keep every width's accumulators alive and
+// serialise the wgmmas.
+#include <cuda.h>
+
+#include <cstring>
+
+#include "extractor/backend/cuda/check.h"
+#include "extractor/backend/cuda/routed_ffn.h"
+#include "extractor/backend/cuda/sm90/wgmma.h"
+
+namespace statetap::cuda {
+namespace {
+
+constexpr int kStages = 6;
+constexpr int kTokenBytes = kHopperTileRows * kBlockK * 2;  // multiples of 1,024: swizzle atoms
+constexpr int kWeightBytes = kTileBlocks * kInt4BlockBytes;
+constexpr int kBarrierBytes = 2 * kStages * 8;
+constexpr int kSharedBytes = kStages * (kTokenBytes + kWeightBytes) + kBarrierBytes;
+constexpr int kConsumers = 256, kThreads = kConsumers + 128;
+static_assert(kTokenBytes % 1024 == 0 && kWeightBytes % 16 == 0);
+
+struct Maps {
+  CUtensorMap of_width[kHopperTileRows / 8];
+};
+
+__device__ uint32_t Address(const void* pointer) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+__device__ void InitBarrier(uint64_t* barrier, int arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(Address(barrier)), "r"(arrivals));
+}
+__device__ void ExpectBytes(uint64_t* barrier, int bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(Address(barrier)),
+               "r"(bytes)
+               : "memory");
+}
+__device__ void Arrive(uint64_t* barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(Address(barrier)) : "memory");
+}
+__device__ void Wait(uint64_t* barrier, int phase) {
+  asm volatile(
+      "{\n.reg .pred done;\nagain: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "@!done bra again;\n}\n" ::"r"(Address(barrier)),
+      "r"(phase)
+      : "memory");
+}
+__device__ void LoadBytes(void* to, const void* from, int bytes, uint64_t* barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+          "r"(Address(to)),
+      "l"(from), "r"(bytes), "r"(Address(barrier))
+      : "memory");
+}
+__device__ void LoadTokens(void* to, const CUtensorMap* map, int column, int row,
+                           uint64_t* barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, "
+      "%3}], [%4];" ::"r"(Address(to)),
+      "l"(map), "r"(column), "r"(row), "r"(Address(barrier))
+      : "memory");
+}
+__device__ void FenceWgmma() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ void CommitWgmma() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int kPending>
+__device__ void WaitWgmma() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
+}
+// Operand B: K-major rows of 128 bytes, 128-byte swizzle, atoms of 8 rows.
+__device__ uint64_t TokenDescriptor(const void* tokens) {
+  return static_cast<uint64_t>((Address(tokens) & 0x3ffffu) >> 4) | uint64_t{1} << 16 |
+         uint64_t{64} << 32 | uint64_t{1} << 62;
+}
+
+// As in the portable kernel: 128 + n, − 136, · scale; sm_90 has both instructions in bf16.
+__device__ uint32_t Dequantise(uint32_t word, uint32_t scale_twice) {
+  uint32_t biased, value, scaled;
+  asm("lop3.b32 %0, %1, 0x000f000f, 0x43004300, 0xea;" : "=r"(biased) : "r"(word));
+  asm("sub.rn.bf16x2 %0, %1, %2;" : "=r"(value) : "r"(biased), "r"(0x43084308u));
+  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(scaled) : "r"(value), "r"(scale_twice));
+  return scaled;
+}
+
+// Where a thread is in the ring.
+struct Place {
+  int stage = 0, phase;
+  __device__ explicit Place(int first_phase) : phase(first_phase) {}
+  __device__ void Advance() {
+    if (++stage == kStages) {
+      stage = 0;
+      phase ^= 1;
+    }
+  }
+  __device__ int before() const { return stage == 0 ? kStages - 1 : stage - 1; }
+};
+
+struct Ring {
+  unsigned char* memory;
+  __device__ unsigned char* tokens(int stage) const { return memory + stage * kTokenBytes; }
+  __device__ unsigned char* weights(int stage) const {
+    return memory + kStages * kTokenBytes + stage * kWeightBytes;
+  }
+  __device__ uint64_t* full(int stage) const {
+    return reinterpret_cast<uint64_t*>(memory + kStages * (kTokenBytes + kWeightBytes)) + stage;
+  }
+  __device__ uint64_t* empty(int stage) const { return full(kStages + stage); }
+};
+
+__device__ float Silu(float x) { return __fdividef(x, 1.0f + __expf(-x)); }
+__device__ uint32_t Pack(float a, float b) {
+  const __nv_bfloat162 pair = __floats2bfloat162_rn(a, b);
+  return *reinterpret_cast<const uint32_t*>(&pair);
+}
+
+template <Product kProduct, int kWidth>
+__device__ __forceinline__ void Consume(const GroupedProductParams& p, const TokenTile& tile,
+                                        int weight_tile, const Ring& ring, Place& place) {
+  const int group = static_cast<int>(threadIdx.x) / 128,
+            thread = static_cast<int>(threadIdx.x) % 128, warp = thread / 32, lane = thread % 32;
+  // Cleared here rather than by the first wgmma: an accumulator that is read before it is written
+  // would be live from the kernel's entry, for every width.
+  float acc[2][kWidth / 2];
+  uint32_t fragment[2][4];
+#pragma unroll
+  for (int i = 0; i < kWidth / 2; ++i) acc[0][i] = acc[1][i] = 0.0f;
+  for (int k = 0; k < p.k_blocks; ++k) {
+    Wait(ring.full(place.stage), place.phase);
+    const unsigned char* blocks = ring.weights(place.stage) + group * 2 * kInt4BlockBytes;
+    const uint64_t tokens = TokenDescriptor(ring.tokens(place.stage));
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      uint2 words[2];
+      uint32_t scales[2];
+#pragma unroll
+      for (int b = 0; b < 2; ++b) {
+        const unsigned char* block = blocks + b * kInt4BlockBytes;
+        words[b] = *reinterpret_cast<const uint2*>(block + half * 1024 + thread * 8);
+        scales[b] = *reinterpret_cast<const uint32_t*>(block + kScalesOffset + half * 128 +
+                                                       (warp * 8 + lane / 4) * 4);
+      }
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int b = i % 2, step = half * 2 + i / 2;
+        const uint32_t word = i / 2 == 0 ? words[b].x : words[b].y,
+                       low = __byte_perm(scales[b], scales[b], 0x1010),
+                       high = __byte_perm(scales[b], scales[b], 0x3232);
+        fragment[b][0] = Dequantise(word, low);
+        fragment[b][1] = Dequantise(word >> 4, high);
+        fragment[b][2] = Dequantise(word >> 8, low);
+        fragment[b][3] = Dequantise(word >> 12, high);
+        FenceWgmma();
+        Wgmma<kWidth>::Multiply(acc[b], fragment[b], tokens + step * 2);
+        CommitWgmma();
+        WaitWgmma<1>();
+        // The last wgmma of the step before is done now, and with it that stage.
+        if (half == 0 && i == 0 && k > 0 && thread == 0) Arrive(ring.empty(place.before()));
+      }
+    }
+    place.Advance();
+  }
+  WaitWgmma<0>();
+  if (thread == 0) Arrive(ring.empty(place.before()));
+
+  const int quad = lane / 4;
+  const int column = kProduct == Product::kGateUp
+                         ? weight_tile * kTileColumnsOfH + group * 64 + warp * 16 + quad * 2
+                         : weight_tile * kTileColumnsOfY + group * 128 + warp * 32 + quad * 4;
+  if (column >= p.out_columns) return;
+#pragma unroll
+  for (int j = 0; j < kWidth / 8; ++j) {
+#pragma unroll
+    for (int c = 0; c < 2; ++c) {
+      const int row = j * 8 + lane % 4 * 2 + c;
+      if (row >= tile.rows) continue;
+      bf16* out = p.out + (tile.first_row + row) * p.out_stride + column;
+      const float v0 = acc[0][4 * j + c], v1 = acc[0][4 * j + 2 + c], v2 = acc[1][4 * j + c],
+                  v3 = acc[1][4 * j + 2 + c];
+      if constexpr (kProduct == Product::kGateUp) {
+        *reinterpret_cast<uint32_t*>(out) = Pack(Silu(v0) * v1, Silu(v2) * v3);
+      } else {
+        *reinterpret_cast<uint2*>(out) = {Pack(v0, v1), Pack(v2, v3)};
+      }
+    }
+  }
+}
+
+__device__ void Produce(const GroupedProductParams& p, const Maps& maps, int total,
+                        const Ring& ring) {
+  Place place(1);
+  for (int i = static_cast<int>(blockIdx.x); i < total; i += static_cast<int>(gridDim.x)) {
+    const TokenTile tile = p.tiles[i / p.weight_tiles];
+    const unsigned char* weights =
+        p.weights + tile.slot * p.slot_bytes +
+        static_cast<int64_t>(i % p.weight_tiles) * p.k_blocks * kWeightBytes;
+    for (int k = 0; k < p.k_blocks; ++k) {
+      uint64_t* full = ring.full(place.stage);
+      Wait(ring.empty(place.stage), place.phase);
+      ExpectBytes(full, tile.width * kBlockK * 2 + kWeightBytes);
+      LoadBytes(ring.weights(place.stage), weights + static_cast<int64_t>(k) * kWeightBytes,
+                kWeightBytes, full);
+      LoadTokens(ring.tokens(place.stage), &maps.of_width[tile.width / 8 - 1], k * kBlockK,
+                 tile.first_row, full);
+      place.Advance();
+    }
+  }
+}
+
+// The loops of all widths from kWidth down.
+template <Product kProduct, int kWidth>
+__device__ __forceinline__ void ConsumeFrom(const GroupedProductParams& p, int total, int& i,
+                                            const Ring& ring, Place& place) {
+  for (; i < total && p.tiles[i / p.weight_tiles].width == kWidth;
+       i += static_cast<int>(gridDim.x)) {
+    Consume<kProduct, kWidth>(p, p.tiles[i / p.weight_tiles], i % p.weight_tiles, ring, place);
+  }
+  if constexpr (kWidth > 8) ConsumeFrom<kProduct, kWidth - 8>(p, total, i, ring, place);
+}
+
+template <Product kProduct>
+__global__ void __launch_bounds__(kThreads, 1)
+    HopperKernel(const __grid_constant__ Maps maps, const GroupedProductParams p) {
+  extern __shared__ __align__(1024) unsigned char shared[];
+  const Ring ring{shared};
+  if (threadIdx.x == 0) {
+    for (int stage = 0; stage < kStages; ++stage) {
+      InitBarrier(ring.full(stage), 1);
+      InitBarrier(ring.empty(stage), 2);
+    }
+    asm volatile("fence.mbarrier_init.release.cluster;\nfence.proxy.async;" ::: "memory");
+  }
+  __syncthreads();
+  const int total = *p.num_tiles * p.weight_tiles;
+  if (threadIdx.x >= kConsumers) {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
+    if (threadIdx.x == kConsumers) Produce(p, maps, total, ring);
+  } else {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
+    Place place(0);
+    int i = static_cast<int>(blockIdx.x);
+    ConsumeFrom<kProduct, kHopperTileRows>(p, total, i, ring, place);
+  }
+}
+
+template <Product kProduct>
+void Launch(const GroupedProductParams& p, const Maps& maps, cudaStream_t stream) {
+  Check(cudaFuncSetAttribute(HopperKernel<kProduct>, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                             kSharedBytes));
+  int device, processors;
+  Check(cudaGetDevice(&device));
+  Check(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device));
+  HopperKernel<kProduct>
+      <<<static_cast<unsigned>(processors), kThreads, kSharedBytes, stream>>>(maps, p);
+  CheckLaunch();
+}
+
+}  // namespace
+
+RowMaps MakeRowMaps(const bf16* x, int64_t rows, int columns) {
+  // By the runtime, so that nothing links the driver.
+  void* function = nullptr;
+  cudaDriverEntryPointQueryResult found;
+  Check(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000,
+                                         cudaEnableDefault, &found));
+  const auto encode = reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(function);
+  RowMaps result;
+  for (int i = 0; i < kHopperTileRows / 8; ++i) {
+    CUtensorMap map;
+    const cuuint64_t sizes[2] = {static_cast<cuuint64_t>(columns), static_cast<cuuint64_t>(rows)},
+                     strides[1] = {static_cast<cuuint64_t>(columns) * 2};
+    const cuuint32_t box[2] = {kBlockK, static_cast<cuuint32_t>(8 * (i + 1))}, steps[2] = {1, 1};
+    if (encode(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, const_cast<bf16*>(x), sizes, strides, box,
+               steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+               CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+               CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) != CUDA_SUCCESS) {
+      Fail("a tensor map was refused");
+    }
+    static_assert(sizeof(map) == sizeof(result.maps[0]));
+    std::memcpy(result.maps[i], &map, sizeof(map));
+  }
+  return result;
+}
+
+void HopperProduct(const GroupedProductParams& p, const RowMaps& row_maps, Product product,
+                   cudaStream_t stream) {
+  Maps maps;
+  static_assert(sizeof(maps) == sizeof(row_maps.maps));
+  std::memcpy(&maps, row_maps.maps, sizeof(maps));
+  return product == Product::kGateUp ? Launch<Product::kGateUp>(p, maps, stream)
+                                     : Launch<Product::kDown>(p, maps, stream);
+}
+
+}  // namespace statetap::cuda

@@ -1,0 +1,37 @@
+#!/bin/bash
+# Runs every test that needs a GPU and prints one table. Exit 0: all passed on a GPU.
+#   scripts/gpu_check.sh            builds first, into build-gpu/
+#   scripts/gpu_check.sh FOLDER     runs the test programs that lie in FOLDER, with FOLDER/lib in the library path
+set -uo pipefail
+cd "$(dirname "$0")/.."
+tests=(cuda_ops_test cuda_reference_test cuda_engine_test)
+if [ $# -gt 0 ]; then
+  folder=$1
+  export STATETAP_SOURCE_DIR=$PWD LD_LIBRARY_PATH=$folder/lib:${LD_LIBRARY_PATH:-}
+else
+  cmake --preset gpu >/dev/null && ninja -C build-gpu "${tests[@]}" >&2 || exit 1
+  folder=build-gpu/tests
+fi
+# Without a toolkit on the machine PyTorch's own copies of the CUDA libraries serve.
+if ldd "$folder/${tests[0]}" | grep -q 'libcublasLt.*not found'; then
+  LD_LIBRARY_PATH=${LD_LIBRARY_PATH:-}:$(python3 -c 'import glob, os, torch
+root = os.path.dirname(os.path.dirname(torch.__file__))
+print(":".join(sorted({os.path.dirname(p) for p in glob.glob(root + "/nvidia/**/lib/*.so*", recursive=True)})))')
+  export LD_LIBRARY_PATH
+fi
+log=${OUT:-$(mktemp -d)}
+nvidia-smi --query-gpu=name,driver_version --format=csv,noheader 2>/dev/null || echo "no GPU here"
+status=0
+printf '%-22s %7s %7s %8s %8s\n' test passed failed skipped seconds
+for test in "${tests[@]}"; do
+  start=$(date +%s.%N)
+  timeout 280 "$folder/$test" --gtest_color=no >"$log/$test.log" 2>&1
+  code=$?
+  seconds=$(awk -v a="$start" -v b="$(date +%s.%N)" 'BEGIN { printf "%.1f", b - a }')
+  count() { grep -cE "^\[ +$1 \].*\([0-9]+ ms\)$" "$log/$test.log"; }
+  printf '%-22s %7d %7d %8d %8s\n' "$test" "$(count OK)" "$(count FAILED)" "$(count SKIPPED)" "$seconds"
+  if [ $code -ne 0 ] || [ "$(count OK)" -eq 0 ]; then status=1; fi
+  [ $code -eq 0 ] || echo "  exit $code; see $log/$test.log"
+done
+grep -h "ranks" "$log"/cuda_reference_test.log "$log"/cuda_engine_test.log | grep -v '^\['
+exit $status
