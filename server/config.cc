@@ -77,7 +77,7 @@ void AddOptions(CLI::App& app, ServerConfig& config, double& kv_cache_gib, std::
       ->capture_default_str();
   app.add_option("--shards", config.shards, "Folders where shards go (default: DATA/shards)")
       ->delimiter(',');
-  app.add_option("--retain", retain, "all: shards stay until their job is deleted")
+  app.add_option("--retain", retain, "all: shards stay")
       ->check(CLI::IsMember({"all"}))
       ->capture_default_str();
   app.add_option("--inner-eps", engine.inner_eps,

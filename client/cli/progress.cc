@@ -35,6 +35,7 @@ std::string DescribeProgress(const v1::Job& job) {
   const v1::Counts& counts = job.counts();
   std::string text =
       fmt::format("{}/{} stored", FormatCount(counts.stored()), FormatCount(counts.submitted()));
+  if (counts.captured() > 0) text += fmt::format(" · {} captured", FormatCount(counts.captured()));
   if (counts.rejected() > 0) text += fmt::format(" · {} rejected", FormatCount(counts.rejected()));
   if (counts.cancelled() > 0)
     text += fmt::format(" · {} cancelled", FormatCount(counts.cancelled()));
@@ -51,9 +52,10 @@ std::string DescribeProgress(const v1::Job& job) {
 
 std::string FormatProgress(const v1::Job& job, int width) {
   const v1::Counts& counts = job.counts();
-  const double share = counts.submitted() == 0 ? 0
-                                               : 1 - static_cast<double>(counts.to_do()) /
-                                                         static_cast<double>(counts.submitted());
+  const double share = counts.submitted() == 0
+                           ? 0
+                           : 1 - static_cast<double>(counts.to_do() - counts.captured()) /
+                                     static_cast<double>(counts.submitted());
   const std::string text = DescribeProgress(job);
   const int bar = std::min(kMaxBar, width - DisplayWidth(text) - 3);
   if (bar < kMinBar) return Shorten(text, width);

@@ -126,14 +126,20 @@ absl::StatusOr<int> Submit(Context& context, const SubmitFlags& flags) {
   STATETAP_ASSIGN_OR_RETURN(
       const v1::Job job,
       Upload(*files, context, summary.samples, flags.skip_bad).Run(*client, options));
-  if (job.existed()) context.Say("the same job was submitted before; nothing runs twice");
+  if (job.existed()) {
+    context.Say(
+        fmt::format("the same job was submitted before and is {}; nothing runs twice (another "
+                    "--name makes another job)",
+                    EnumName(*v1::JobState_descriptor()->FindValueByNumber(job.state()))));
+  }
   if (job.duplicates() > 0)
     context.Say(fmt::format("{} lines repeat an id with the same content and count once",
                             FormatCount(job.duplicates())));
   // The id comes first and alone, so that it is known whatever happens while waiting.
   if (!context.json) context.out << job.id() << '\n' << std::flush;
   if (!flags.wait) {
-    if (context.json) context.PrintJson({{"id", job.id()}});
+    if (context.json) context.PrintJson({{"id", job.id()}, {"existed", job.existed()}});
+    if (job.existed()) return kExitDone;
     context.Say(fmt::format("{} samples submitted; follow them with `statetap watch {}`",
                             FormatCount(job.counts().submitted()), job.id()));
     return kExitDone;

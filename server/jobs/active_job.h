@@ -23,7 +23,9 @@ struct ActiveJob {
   const JobPlan plan;
   const ShardConfig shard_config;
   std::atomic<bool> stopped{false};
-  std::atomic<int64_t> running{0};  // samples in the engine
+  std::atomic<int64_t> running{0};   // samples in the engine
+  std::atomic<int64_t> captured{0};  // complete, in the open shard
+  std::atomic<int64_t> captured_rows{0};
   RateMeter rate;
 };
 

@@ -91,6 +91,13 @@ RenderedSample RenderChatSample(const v1::SampleInput& sample, const TextPlan& p
   options.keep_reasoning = plan.keep_reasoning;
   options.generation_prompt = plan.generate;
   options.supervise_last = !plan.generate;
+  if (with_text ==
+      WithText::kNo) {  // a sample of a job: there is nothing that could look at an image
+    if (const absl::Status only = CheckTextOnly(*messages); !only.ok()) {
+      out.rejection = Rejection{"template", {}, {}, std::string(MessageOf(only))};
+      return out;
+    }
+  }
   const auto segments = RenderChat(*messages, tools->is_null() ? nullptr : &*tools, options);
   if (!segments.ok()) {
     out.rejection = Rejection{"template", {}, {}, std::string(MessageOf(segments.status()))};

@@ -126,7 +126,8 @@ JobRunner::Live JobRunner::LiveOf(int64_t key) const {
   const std::lock_guard lock(mutex_);
   const auto found = jobs_.find(key);
   if (found == jobs_.end()) return {};
-  return {found->second->running, found->second->rate.PerSecond()};
+  const ActiveJob& job = *found->second;
+  return {job.running, job.captured, job.captured_rows, job.rate.PerSecond()};
 }
 
 absl::Status JobRunner::engine_status() const {

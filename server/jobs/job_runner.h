@@ -49,7 +49,7 @@ class JobRunner final : private SampleSource, private HiddenStateSink {
   absl::StatusOr<std::shared_ptr<Answer>> Ask(SampleTask task);
 
   struct Live {
-    int64_t running = 0;
+    int64_t running = 0, captured = 0, captured_rows = 0;
     double tokens_per_second = 0;
   };
   Live LiveOf(int64_t key) const;

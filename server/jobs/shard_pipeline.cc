@@ -124,6 +124,8 @@ void ShardPipeline::Append(const ActiveJobPtr& job, const FinishedSample& sample
   facts.row = (*shard)->rows;
   (*shard)->rows += facts.rows;
   (*shard)->samples.push_back(std::move(facts));
+  job->captured = static_cast<int64_t>((*shard)->samples.size());
+  job->captured_rows = (*shard)->rows;
   if ((*shard)->writer->states_bytes() >= static_cast<int64_t>(job->plan.options.shard_bytes())) {
     if (const absl::Status status = Close(job); !status.ok()) return Fault(job, status);
   }
@@ -143,6 +145,7 @@ absl::Status ShardPipeline::Close(const ActiveJobPtr& job) {
   if (found == open_.end()) return absl::OkStatus();
   const OpenShard shard = std::move(found->second);
   open_.erase(found);
+  job->captured = job->captured_rows = 0;
   STATETAP_ASSIGN_OR_RETURN(const ShardSummary summary, shard.writer->Commit());
   const absl::Status status =
       store_.CommitShard(job->key,

@@ -16,10 +16,13 @@ std::string DigestOf(std::span<const ShardRow> shards) {
 }
 
 // From what is stored: tokens a sample so far, times what is to do.
-double EtaSeconds(const JobRecord& job, double tokens_per_second) {
-  if (job.counts.stored == 0 || tokens_per_second <= 0 || HasEnded(job.state)) return 0;
-  return static_cast<double>(job.tokens) / static_cast<double>(job.counts.stored) *
-         static_cast<double>(job.counts.to_do) / tokens_per_second;
+// What is left at the mean length of what is done, stored or in the open shard.
+double EtaSeconds(const JobRecord& job, const JobRunner::Live& live) {
+  const int64_t done = job.counts.stored + live.captured;
+  if (done == 0 || live.tokens_per_second <= 0 || HasEnded(job.state)) return 0;
+  const int64_t left = std::max<int64_t>(0, job.counts.to_do - live.captured);
+  return static_cast<double>(job.tokens + live.captured_rows) / static_cast<double>(done) *
+         static_cast<double>(left) / live.tokens_per_second;
 }
 
 std::vector<double> StdOf(const BoundaryStatistics& statistics) {
@@ -51,6 +54,7 @@ v1::Job ToProto(const JobRecord& job, const JobRunner::Live& live, const ServedM
   counts.set_cancelled(job.counts.cancelled);
   counts.set_to_do(job.counts.to_do);
   counts.set_running(std::min(live.running, job.counts.to_do));
+  counts.set_captured(std::min(live.captured, job.counts.to_do));
   counts.set_excluded(job.counts.excluded);
   counts.set_evicted(job.counts.evicted);
   proto.set_message(job.message);
@@ -66,7 +70,7 @@ v1::Job ToProto(const JobRecord& job, const JobRunner::Live& live, const ServedM
     rate = ms > 0 ? 1000.0 * static_cast<double>(job.tokens) / static_cast<double>(ms) : 0;
   }
   proto.set_tokens_per_second(rate);
-  proto.set_eta_seconds(EtaSeconds(job, rate));
+  proto.set_eta_seconds(EtaSeconds(job, live));
   proto.set_created_unix_ms(job.created_ms);
   proto.set_started_unix_ms(job.started_ms);
   proto.set_ended_unix_ms(job.ended_ms);
