@@ -49,17 +49,6 @@ std::string UnknownFlag(const CLI::App& app, const std::string& flag) {
                      near.empty() ? "" : fmt::format(", did you mean {}?", near));
 }
 
-std::filesystem::path HuggingFaceHub() {
-  const auto variable = [](const char* name) {
-    const char* value = std::getenv(name);
-    return std::string(value == nullptr ? "" : value);
-  };
-  if (const std::string hub = variable("HF_HUB_CACHE"); !hub.empty()) return hub;
-  if (const std::string home = variable("HF_HOME"); !home.empty())
-    return std::filesystem::path(home) / "hub";
-  return std::filesystem::path(variable("HOME")) / ".cache/huggingface/hub";
-}
-
 void AddOptions(CLI::App& app, ServerConfig& config, double& kv_cache_gib, std::string& experts,
                 std::string& kernels, std::string& retain) {
   EngineOptions& engine = config.engine;
@@ -159,31 +148,6 @@ ParsedArguments ParseArguments(int argc, const char* const* argv) {
       experts == "tensor" ? EngineOptions::Experts::kTensor : EngineOptions::Experts::kExpert;
   if (config.engine.backend == "auto") config.engine.backend = "cpu";
   return {std::move(config), 0, ""};
-}
-
-absl::StatusOr<std::filesystem::path> FindModel(const std::string& model) {
-  if (std::filesystem::exists(model)) return std::filesystem::path(model);
-  const size_t at = model.find('@');
-  const std::string name = model.substr(0, at);
-  std::string folder = "models--" + name;
-  if (const size_t slash = folder.find('/'); slash != std::string::npos)
-    folder.replace(slash, 1, "--");
-  const std::filesystem::path cached = HuggingFaceHub() / folder;
-  if (std::count(name.begin(), name.end(), '/') != 1 || !std::filesystem::exists(cached)) {
-    return absl::NotFoundError(
-        fmt::format("--model: {} is neither a folder nor in the Hugging Face cache ({}); nothing "
-                    "is downloaded: "
-                    "give a checkpoint folder, or fetch it first with `huggingface-cli download`",
-                    model, cached.string()));
-  }
-  if (at == std::string::npos) return cached;
-  std::string revision = model.substr(at + 1);
-  if (const auto ref = ReadWholeFile(cached / "refs" / revision, 4096); ref.ok())
-    revision = ref->substr(0, ref->find_last_not_of(" \n\r") + 1);
-  const std::filesystem::path snapshot = cached / "snapshots" / revision;
-  if (std::filesystem::exists(snapshot)) return snapshot;
-  return absl::NotFoundError(
-      fmt::format("--model: {} has no revision {} in the Hugging Face cache", name, revision));
 }
 
 }  // namespace statetap

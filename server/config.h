@@ -31,8 +31,4 @@ struct ParsedArguments {
 // Usage errors name the flag and the near one (exit 2); --help and --version exit 0.
 ParsedArguments ParseArguments(int argc, const char* const* argv);
 
-// `model`: a folder, or the name of a model ("org/name[@revision]") in the local Hugging Face
-// cache.
-absl::StatusOr<std::filesystem::path> FindModel(const std::string& model);
-
 }  // namespace statetap

@@ -10,6 +10,7 @@
 
 #include "extractor/base/log.h"
 #include "extractor/checkpoint/checkpoint_index.h"
+#include "extractor/checkpoint/hf_cache.h"
 #include "server/config.h"
 #include "server/server.h"
 
@@ -27,6 +28,7 @@ class SignalWaiter {
     sigaddset(&signals_, SIGINT);
     pthread_sigmask(SIG_BLOCK, &signals_, nullptr);
     signal(SIGPIPE, SIG_IGN);
+    signal(SIGXFSZ, SIG_IGN);  // a file size limit is a failed write, not the end of the server
     std::thread([this] { Watch(); }).detach();
   }
   void Wait() { serving_.wait(true); }
@@ -50,7 +52,7 @@ class SignalWaiter {
 
 absl::Status Serve(ServerConfig& config, SignalWaiter& signals) {
   STATETAP_ASSIGN_OR_RETURN(const DataFolderLock lock, DataFolderLock::Acquire(config.data));
-  STATETAP_ASSIGN_OR_RETURN(const std::filesystem::path folder, FindModel(config.model));
+  STATETAP_ASSIGN_OR_RETURN(const std::filesystem::path folder, ResolveModel(config.model));
   STATETAP_ASSIGN_OR_RETURN(const CheckpointIndex checkpoint, CheckpointIndex::Open(folder));
   LogInfo("loading {} ({:.2f} GB) from {}", checkpoint.name(),
           static_cast<double>(checkpoint.total_bytes()) / 1e9, checkpoint.folder().string());

@@ -46,10 +46,10 @@ class CheckpointIndex {
   // Folder name, or org/name of a Hugging Face cache.
   const std::string& name() const { return name_; }
   // Lower-case hex SHA-256 over the configuration fields that change arithmetic, the tensors'
-  // names, shapes, dtypes and sizes, and two windows of 4 KiB (start and middle) of every tensor
-  // beside the routed experts and of some 512 tensors of theirs: tells two checkpoints apart
-  // without reading hundreds of gigabytes. Folder, prefix and cut into files do not matter. A
-  // change of a few bytes that no window sees is not noticed.
+  // names, shapes, dtypes and sizes, and their bytes: all of them up to 256 MiB, else two windows
+  // of 4 KiB (start and middle) of every tensor beside the routed experts and of some 512 tensors
+  // of theirs, so that hundreds of gigabytes are told apart without being read; a change that no
+  // window sees is not noticed then. Folder, prefix and cut into files do not matter.
   const std::string& digest() const { return digest_; }
   // Tokens that end an answer: eos_token_id of generation_config.json (a number or a list, the file
   // may be absent) and of config.json, ascending, each once.

@@ -23,6 +23,17 @@ class ConsumerGroups {
   void Release(int64_t job, const std::string& group, std::span<const int64_t> indices) {
     const std::lock_guard lock(mutex_);
     Erase(job, group, indices);
+    ++releases_;
+  }
+  // Changes when samples were acknowledged: what was read of the store before may be out of date.
+  uint64_t releases() const {
+    const std::lock_guard lock(mutex_);
+    return releases_;
+  }
+  // Gives up a lease that was never used.
+  void Withdraw(int64_t job, const std::string& group, int64_t index) {
+    const std::lock_guard lock(mutex_);
+    Erase(job, group, {&index, 1});
   }
   // A stream ended before they were acknowledged: others may take them.
   void Return(int64_t job, const std::string& group, std::span<const int64_t> indices) {
@@ -45,7 +56,7 @@ class ConsumerGroups {
   }
 
   mutable std::mutex mutex_;
-  uint64_t returns_ = 0;
+  uint64_t returns_ = 0, releases_ = 0;
   std::map<std::pair<int64_t, std::string>, std::set<int64_t>> leased_;
 };
 

@@ -107,6 +107,7 @@ absl::Status FeatureStream::SendHeader(const FeatureOutlet& outlet) {
 absl::StatusOr<std::optional<IndexedSample>> FeatureStream::LeaseNext() {
   while (true) {
     if (next_.empty()) {
+      releases_ = groups_.releases();
       STATETAP_ASSIGN_OR_RETURN(const std::vector<IndexedSample> more,
                                 store_.Unacknowledged(job_.key, group_, shard_, row_, kReadAhead));
       if (more.empty()) {
@@ -119,12 +120,19 @@ absl::StatusOr<std::optional<IndexedSample>> FeatureStream::LeaseNext() {
         continue;
       }
       next_.assign(more.begin(), more.end());
-      shard_ = more.back().shard;
-      row_ = more.back().row;
     }
     const IndexedSample sample = next_.front();
+    const bool leased = groups_.Lease(job_.key, group_, sample.index);
+    if (leased && groups_.releases() != releases_) {
+      // Another stream may have acknowledged it since it was read: ask the store again.
+      groups_.Withdraw(job_.key, group_, sample.index);
+      next_.clear();
+      continue;
+    }
     next_.pop_front();
-    if (groups_.Lease(job_.key, group_, sample.index)) return sample;
+    shard_ = sample.shard;
+    row_ = sample.row;
+    if (leased) return sample;
   }
 }
 

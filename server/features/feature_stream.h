@@ -64,6 +64,7 @@ class FeatureStream {
   bool header_sent_ = false;
   std::deque<IndexedSample> next_;  // read ahead
   int64_t shard_ = 0, row_ = -1;    // behind the last read
+  uint64_t releases_ = 0;           // of the group when next_ was read
   uint64_t returns_ = 0;            // of the groups, when reading began at the front
 
   std::mutex mutex_;

@@ -35,17 +35,17 @@ JobRunner::JobRunner(JobStore& store, const ServedModel& model, Engine& engine,
   listener.released = [this](int64_t bytes) { Release(bytes); };
   listener.stopped = [this](const ActiveJob& job) { StopJob(job); };
   listener.retry = [this](int64_t key) {
+    // The state may still say running: on a full disk the waiting could not be noted either.
     const absl::StatusOr<JobRecord> record = store_.GetJob(key);
-    if (!record.ok() || record->state != JobState::kWaiting) return;
-    absl::Status status = store_.MarkQueued(key);
+    if (absl::IsNotFound(record.status()) || (record.ok() && HasEnded(record->state))) return true;
+    if (ActiveOf(key) != nullptr) return true;
+    absl::Status status = record.status();
+    if (status.ok()) status = store_.MarkQueued(key);
     if (status.ok()) status = Activate(*record);
-    if (!status.ok()) LogError("{}: cannot try again: {}", record->id, MessageOf(status));
+    if (!status.ok()) LogError("job {}: cannot try again yet: {}", key, MessageOf(status));
+    return status.ok();
   };
-  listener.current = [this](int64_t key) {
-    const std::lock_guard lock(mutex_);
-    const auto found = jobs_.find(key);
-    return found == jobs_.end() ? nullptr : found->second;
-  };
+  listener.current = [this](int64_t key) { return ActiveOf(key); };
   pipeline_.emplace(store, folders, std::move(listener),
                     ShardPipeline::Options{options.retry_after});
 }
@@ -122,12 +122,16 @@ absl::StatusOr<std::shared_ptr<Answer>> JobRunner::Ask(SampleTask task) {
   return answer;
 }
 
-JobRunner::Live JobRunner::LiveOf(int64_t key) const {
+ActiveJobPtr JobRunner::ActiveOf(int64_t key) const {
   const std::lock_guard lock(mutex_);
   const auto found = jobs_.find(key);
-  if (found == jobs_.end()) return {};
-  const ActiveJob& job = *found->second;
-  return {job.running, job.captured, job.captured_rows, job.rate.PerSecond()};
+  return found == jobs_.end() ? nullptr : found->second;
+}
+
+JobRunner::Live JobRunner::LiveOf(int64_t key) const {
+  const ActiveJobPtr job = ActiveOf(key);
+  if (job == nullptr) return {};
+  return {job->running, job->captured, job->captured_rows, job->rate.PerSecond()};
 }
 
 absl::Status JobRunner::engine_status() const {

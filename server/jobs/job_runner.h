@@ -82,6 +82,7 @@ class JobRunner final : private SampleSource, private HiddenStateSink {
   int64_t MostRows(const ActiveJob& job, const SampleRow& sample) const;
   int64_t Reservation(const ActiveJob& job, const SampleRow& sample) const;
   std::optional<SampleTask> NextAnswer();
+  ActiveJobPtr ActiveOf(int64_t key) const;  // null where no attempt is under way
   void End(uint64_t ticket, Running& running);
   void RejectRunning(Running& running, Rejection rejection);
   Running* Find(uint64_t ticket);

@@ -232,7 +232,7 @@ void ShardPipeline::RunDueRetries() {
     }
     const int64_t key = retry->first;
     retry = retries_.erase(retry);
-    listener_.retry(key);
+    if (!listener_.retry(key)) retries_[key] = now + options_.retry_after;
   }
 }
 

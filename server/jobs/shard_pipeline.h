@@ -31,9 +31,9 @@ class ShardPipeline {
  public:
   // Called on the pipeline's thread.
   struct Listener {
-    std::function<void(int64_t bytes)> released;           // of the host buffer
-    std::function<void(const ActiveJob& job)> stopped;     // ended, failed or waits
-    std::function<void(int64_t job_key)> retry;            // a waiting job is due again
+    std::function<void(int64_t bytes)> released;        // of the host buffer
+    std::function<void(const ActiveJob& job)> stopped;  // ended, failed or waits
+    std::function<bool(int64_t job_key)> retry;         // a waiting job is due again; false: later
     std::function<ActiveJobPtr(int64_t job_key)> current;  // the attempt that runs, or null
   };
   struct Options {

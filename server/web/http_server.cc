@@ -35,7 +35,10 @@ absl::StatusOr<std::unique_ptr<HttpServer>> HttpServer::Start(const std::string&
     const int yes = 1;
     setsockopt(socket, SOL_SOCKET, SO_REUSEADDR, &yes, sizeof(yes));
   });
-  server->new_task_queue = [] { return new httplib::ThreadPool(4); };
+  // Connections that say nothing must not keep a probe waiting.
+  server->new_task_queue = [] { return new httplib::ThreadPool(32); };
+  server->set_read_timeout(2, 0);
+  server->set_keep_alive_timeout(2);
   server->Get("/healthz", [health = std::move(pages.health)](const httplib::Request&,
                                                              httplib::Response& response) {
     const std::string why = health();

@@ -99,7 +99,7 @@ TEST_F(CliTest, RejectsDecideTheExitCode) {
 }
 
 TEST_F(CliTest, JsonOfAJobIsTheProto) {
-  EXPECT_EQ(Run({"submit", Prompts(2), "--json"}).out, "{\"id\":\"job-1\"}\n");
+  EXPECT_EQ(Run({"submit", Prompts(2), "--json"}).out, "{\"id\":\"job-1\",\"existed\":false}\n");
   const Json waited = ParseOut(Run({"--json", "submit", Prompts(2), "--wait", "--name", "two"}));
   EXPECT_EQ(waited["id"], "job-2");
   EXPECT_EQ(waited["state"], "succeeded");

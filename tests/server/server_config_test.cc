@@ -62,7 +62,6 @@ TEST(ServerConfigTest, WrongUsageExitsWithTwoAndSaysWhatIsNear) {
   wrong({"--model", "m", "--data", "d", "--backend", "tpu"}, "--backend");
   EXPECT_EQ(Parse({"--help"}).exit_code, 0);
   EXPECT_THAT(Parse({"--help"}).text, HasSubstr("--drain-seconds"));
-  EXPECT_THAT(FindModel("org/none").status(), StatusIs(absl::StatusCode::kNotFound, "downloaded"));
 }
 
 }  // namespace
