@@ -50,7 +50,7 @@ std::string UnknownFlag(const CLI::App& app, const std::string& flag) {
 }
 
 void AddOptions(CLI::App& app, ServerConfig& config, double& kv_cache_gib, std::string& experts,
-                std::string& kernels, std::string& retain) {
+                std::string& retain) {
   EngineOptions& engine = config.engine;
   app.set_config("--config", "", "A file with the same names (TOML or INI: model = \"…\")");
   app.add_option("--model", config.model,
@@ -77,7 +77,7 @@ void AddOptions(CLI::App& app, ServerConfig& config, double& kv_cache_gib, std::
       ->capture_default_str();
   app.add_option("--tp", engine.ranks, "Ranks (default: the GPUs there are, 1 on CPU)")
       ->check(CLI::Range(1, 64));
-  app.add_option("--kernels", kernels, "auto, portable or hopper; the CPU has one kind")
+  app.add_option("--kernels", engine.kernels, "auto, portable or hopper; the CPU has one kind")
       ->check(CLI::IsMember({"auto", "portable", "hopper"}))
       ->capture_default_str();
   app.add_option("--experts", experts, "expert (whole experts a rank) or tensor (slices of all)")
@@ -107,14 +107,15 @@ void AddOptions(CLI::App& app, ServerConfig& config, double& kv_cache_gib, std::
 ParsedArguments ParseArguments(int argc, const char* const* argv) {
   ServerConfig config;
   config.engine.backend = "auto";
+  config.engine.ranks = 0;  // the GPUs there are
   double kv_cache_gib = 1;
-  std::string experts = "expert", kernels = "auto", retain = "all";
+  std::string experts = "expert", retain = "all";
   CLI::App app("Statetap's server: generates answers and stores the model's hidden states.",
                "statetapd");
   app.set_version_flag("--version", std::string(kProducer));
   app.allow_extras();
   app.allow_config_extras(CLI::config_extras_mode::error);
-  AddOptions(app, config, kv_cache_gib, experts, kernels, retain);
+  AddOptions(app, config, kv_cache_gib, experts, retain);
   const auto wrong = [](std::string text) {
     return ParsedArguments{std::nullopt, 2, std::move(text)};
   };
@@ -146,7 +147,6 @@ ParsedArguments ParseArguments(int argc, const char* const* argv) {
   config.engine.kv_cache_bytes = static_cast<int64_t>(kv_cache_gib * 0x1p30);
   config.engine.experts =
       experts == "tensor" ? EngineOptions::Experts::kTensor : EngineOptions::Experts::kExpert;
-  if (config.engine.backend == "auto") config.engine.backend = "cpu";
   return {std::move(config), 0, ""};
 }
 

@@ -19,6 +19,21 @@ constexpr int kLogitRowsAtOnce = 64;
 constexpr int kShardedFrom =
     257;  // tokens of a step from which the residual stream is sharded by tokens
 
+int GpusHere() {
+#ifdef STATETAP_CUDA
+  return NumGpus();
+#else
+  return 0;
+#endif
+}
+
+// What "auto" and 0 ranks mean on this machine.
+void Resolve(EngineOptions& options) {
+  const int gpus = options.backend == "cpu" ? 0 : GpusHere();
+  if (options.backend == "auto") options.backend = gpus > 0 ? "cuda" : "cpu";
+  if (options.ranks == 0) options.ranks = std::max(1, gpus);
+}
+
 absl::StatusOr<std::vector<std::unique_ptr<Backend>>> MakeBackends(const EngineOptions& options) {
   if (options.backend == "cpu") return MakeCpuBackends(options.ranks, options.threads);
 #ifdef STATETAP_CUDA
@@ -77,8 +92,10 @@ class EngineImpl final : public Engine {
   absl::Status status_;
 };
 
-absl::Status EngineImpl::Load(const CheckpointIndex& checkpoint, const EngineOptions& options) {
-  options_ = options;
+absl::Status EngineImpl::Load(const CheckpointIndex& checkpoint, const EngineOptions& wanted) {
+  options_ = wanted;
+  Resolve(options_);
+  const EngineOptions& options = options_;
   config_ = checkpoint.config();
   const auto experts = options.experts == EngineOptions::Experts::kTensor ? ExpertLayout::kTensor
                                                                           : ExpertLayout::kExpert;

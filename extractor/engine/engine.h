@@ -16,9 +16,11 @@
 namespace statetap {
 
 struct EngineOptions {
-  std::string backend = "cpu";   // cpu or cuda
+  std::string backend = "cpu";   // cpu or cuda; auto: cuda where there is a GPU
   std::string kernels = "auto";  // of the cuda backend: auto, portable or hopper
-  int ranks = 1;  // must divide the heads, widths and experts: Open says which does not
+  // Must divide the heads, widths and experts: Open says which does not. 0: a rank a GPU, 1 on the
+  // CPU.
+  int ranks = 1;
   enum class Experts { kExpert, kTensor } experts = Experts::kExpert;
   int max_seq_len = 0;         // 0: the model's positions
   int max_batch_tokens = 512;  // tokens of a step, prefill and decode together

@@ -66,7 +66,7 @@ grpc::Status ModelService::DescribeModel(grpc::ServerContext*, const v1::Describ
   response->set_template_digest(TemplateDigest(model.template_kind));
   response->set_backend(options.backend);
   response->set_ranks(options.ranks);
-  response->set_kernels(options.backend == "cpu" ? "reference" : "auto");
+  response->set_kernels(options.backend == "cpu" ? "reference" : options.kernels);
   response->set_expert_layout(options.experts == EngineOptions::Experts::kExpert ? "expert"
                                                                                  : "tensor");
   response->set_inner_eps(model.inner_eps);
