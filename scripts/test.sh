@@ -3,6 +3,6 @@
 source "$(dirname "$0")/common.sh"
 "$root/scripts/setup.sh" --tests
 "$root/scripts/build.sh"
-say "testing"
+say "testing (what needs a GPU is left out; scripts/gpu_check.sh runs it)"
 cd "$root/build"
 exec ctest --output-on-failure --no-tests=error -LE gpu -j "$(nproc)" "$@"
