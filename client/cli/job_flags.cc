@@ -134,7 +134,8 @@ void AddTextFlags(CLI::App& app, JobFlags& flags) {
                  "[tool_loop; last for finished chats]")
       ->check(CLI::IsMember({"none", "tool_loop", "last", "all"}))
       ->group("Text");
-  app.add_option("--turns", flags.turns, "Which answers of a finished chat are learned from: last [last]")
+  app.add_option("--turns", flags.turns,
+                 "Which answers of a finished chat are learned from: last [last]")
       ->group("Text");
 }
 

@@ -17,8 +17,8 @@ struct StepPlan {
   int pages_per_seq = 0;            // width of page_table
   std::vector<int32_t> page_table;  // [num_seqs, pages_per_seq]: KV pages that hold positions [0,
                                     // last]; −1 behind them
-  // [num_seqs] or empty: 1 where the sequence's only row is a token that was just drawn. Backends may
-  // attend such rows in another form than a prompt's, whose rounding differs.
+  // [num_seqs] or empty: 1 where the sequence's only row is a token that was just drawn. Backends
+  // may attend such rows in another form than a prompt's, whose rounding differs.
   std::vector<uint8_t> decodes;
   std::vector<int32_t> logit_rows;  // [L] rows whose next token is sampled or scored
   struct Draw {
