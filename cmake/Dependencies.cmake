@@ -48,6 +48,7 @@ if(NOT STATETAP_CPU_ONLY)
       set(CMAKE_CUDA20_EXTENSION_COMPILE_OPTION "-std=c++20")
     endif()
     find_package(CUDAToolkit REQUIRED)
+    find_package(NCCL)   # without it ranks need GPUs that read each other's memory
     set(STATETAP_CUDA ON)
   endif()
 endif()

@@ -80,6 +80,11 @@ void AddOptions(CLI::App& app, ServerConfig& config, double& kv_cache_gib, std::
   app.add_option("--kernels", engine.kernels, "auto, portable or hopper; the CPU has one kind")
       ->check(CLI::IsMember({"auto", "portable", "hopper"}))
       ->capture_default_str();
+  app.add_option("--comm", engine.comm,
+                 "How GPUs pass rows to each other: peer (they read each other's memory), nccl, or "
+                 "auto: peer where they can")
+      ->check(CLI::IsMember({"auto", "peer", "nccl"}))
+      ->capture_default_str();
   app.add_option("--experts", experts, "expert (whole experts a rank) or tensor (slices of all)")
       ->check(CLI::IsMember({"expert", "tensor"}))
       ->capture_default_str();

@@ -4,6 +4,7 @@
 #include <grpcpp/grpcpp.h>
 #include <grpcpp/health_check_service_interface.h>
 
+#include <mutex>
 #include <utility>
 
 #include "extractor/base/log.h"
@@ -48,6 +49,8 @@ struct Server::Impl {
 
   absl::Status Listen(const Options& options);
   absl::Status ServeHttp(const Options& options);
+  // Tells the health service how it is now. From any thread.
+  void UpdateHealth();
 
   const ServedModel model;
   Engine& engine;
@@ -60,6 +63,7 @@ struct Server::Impl {
   std::unique_ptr<JobsService> jobs_service;
   std::unique_ptr<FeaturesService> features_service;
   std::unique_ptr<ModelService> model_service;
+  std::mutex health_mutex;  // guards that grpc_server comes and goes
   std::unique_ptr<grpc::Server> grpc_server;
   std::unique_ptr<HttpServer> http_server;
   std::string grpc_address, http_address;
@@ -80,8 +84,8 @@ absl::Status Server::Impl::Listen(const Options& options) {
   builder.RegisterService(jobs_service.get());
   builder.RegisterService(features_service.get());
   builder.RegisterService(model_service.get());
-  grpc_server = builder.BuildAndStart();
-  if (grpc_server == nullptr || port == 0) {
+  auto built = builder.BuildAndStart();
+  if (built == nullptr || port == 0) {
     return absl::AlreadyExistsError(
         fmt::format("cannot listen on {}: the port is taken or the address is not of this machine; "
                     "give another "
@@ -89,11 +93,22 @@ absl::Status Server::Impl::Listen(const Options& options) {
                     options.listen));
   }
   grpc_address = options.listen.substr(0, options.listen.rfind(':') + 1) + std::to_string(port);
-  if (auto* health = grpc_server->GetHealthCheckService()) {
-    for (const char* service : {"statetap.v1.Jobs", "statetap.v1.Features", "statetap.v1.Model"})
-      health->SetServingStatus(service, true);
+  {
+    const std::lock_guard lock(health_mutex);
+    grpc_server = std::move(built);
   }
+  UpdateHealth();
   return absl::OkStatus();
+}
+
+void Server::Impl::UpdateHealth() {
+  const std::lock_guard lock(health_mutex);
+  if (grpc_server == nullptr) return;  // before it listens; Listen calls again
+  auto* health = grpc_server->GetHealthCheckService();
+  if (health == nullptr) return;
+  const bool serving = !draining && runner->engine_status().ok();
+  for (const char* service : {"", "statetap.v1.Jobs", "statetap.v1.Features", "statetap.v1.Model"})
+    health->SetServingStatus(service, serving);
 }
 
 absl::Status Server::Impl::ServeHttp(const Options& options) {
@@ -115,8 +130,10 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(const Options& options, Se
       std::unique_ptr<JobStore> store,
       JobStore::Open(options.data / "statetap.db", {.verify_counts = options.verify_counts}));
   auto impl = std::make_unique<Impl>(options, std::move(model), engine, std::move(store));
+  JobRunner::Options runner_options = options.runner;
+  runner_options.engine_failed = [raw = impl.get()] { raw->UpdateHealth(); };
   STATETAP_ASSIGN_OR_RETURN(impl->runner, JobRunner::Start(*impl->store, impl->model, engine,
-                                                           impl->folders, options.runner));
+                                                           impl->folders, runner_options));
   std::unique_ptr<Server> server(new Server(std::move(impl)));
   STATETAP_RETURN_IF_ERROR(server->impl_->Listen(options));
   STATETAP_RETURN_IF_ERROR(server->impl_->ServeHttp(options));
@@ -134,14 +151,13 @@ JobRunner& Server::runner() { return *impl_->runner; }
 void Server::Drain(std::chrono::milliseconds limit) {
   const auto deadline = std::chrono::steady_clock::now() + limit;
   impl_->draining = true;
-  if (impl_->grpc_server != nullptr) {
-    if (auto* health = impl_->grpc_server->GetHealthCheckService()) health->SetServingStatus(false);
-  }
+  impl_->UpdateHealth();
   impl_->runner->Drain(deadline);
   if (impl_->features_service != nullptr) impl_->features_service->StopStreams();
   if (impl_->grpc_server != nullptr) {
     impl_->grpc_server->Shutdown(std::chrono::system_clock::now() + kCallsEnd);
     impl_->grpc_server->Wait();
+    const std::lock_guard lock(impl_->health_mutex);
     impl_->grpc_server.reset();
   }
   impl_->http_server.reset();

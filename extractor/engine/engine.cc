@@ -18,6 +18,8 @@ namespace {
 constexpr int kLogitRowsAtOnce = 64;
 constexpr int kShardedFrom =
     257;  // tokens of a step from which the residual stream is sharded by tokens
+// A step of a GPU takes a second at most; callers hear of a failure within 30 s.
+constexpr auto kGpuStep = std::chrono::seconds(20), kCpuStep = std::chrono::seconds(1800);
 
 int GpusHere() {
 #ifdef STATETAP_CUDA
@@ -52,6 +54,25 @@ absl::StatusOr<std::vector<std::unique_ptr<Backend>>> MakeBackends(const EngineO
       return absl::InvalidArgumentError(
           fmt::format("--kernels {}: there are auto, portable and hopper", options.kernels));
     }
+    if (options.comm == "peer") {
+      cuda.comm = CudaOptions::Comm::kPeer;
+    } else if (options.comm == "nccl") {
+      if (!HasNccl()) {
+        return absl::InvalidArgumentError(
+            "--comm nccl: this build has no NCCL; build where CMake finds it, or take --comm peer");
+      }
+      if (options.ranks > NumGpus()) {
+        return absl::InvalidArgumentError(fmt::format(
+            "--comm nccl: NCCL refuses two ranks on one GPU, and {} ranks have {} here; take "
+            "--comm peer, or --tp {}",
+            options.ranks, NumGpus() == 1 ? "one GPU" : fmt::format("{} GPUs", NumGpus()),
+            NumGpus()));
+      }
+      cuda.comm = CudaOptions::Comm::kNccl;
+    } else if (options.comm != "auto") {
+      return absl::InvalidArgumentError(
+          fmt::format("--comm {}: there are auto, peer and nccl", options.comm));
+    }
     return MakeCudaBackends(options.ranks, cuda);
   }
   constexpr std::string_view kAvailable = "cpu, cuda";
@@ -62,8 +83,22 @@ absl::StatusOr<std::vector<std::unique_ptr<Backend>>> MakeBackends(const EngineO
       "backend \"{}\" is not part of this build; available: {}", options.backend, kAvailable));
 }
 
+// What the ranks' threads work with: theirs too, as a stuck one may be left behind.
+struct Ranks {
+  std::vector<std::unique_ptr<Backend>> backends;
+  std::vector<std::unique_ptr<Transformer>> models;
+  StepOutput output;
+};
+
 class EngineImpl final : public Engine {
  public:
+  ~EngineImpl() override {
+    group_ = nullptr;
+    // A GPU may still be at work on the memory of a group that failed: it stays until the process
+    // ends.
+    if (!status_.ok() && options_.backend == "cuda")
+      new std::shared_ptr<Ranks>(ranks_);  // NOLINT: on purpose
+  }
   absl::Status Load(const CheckpointIndex& checkpoint, const EngineOptions& options);
   absl::Status Run(SampleSource& source, HiddenStateSink& sink) override;
   const EngineInfo& info() const override { return info_; }
@@ -73,7 +108,7 @@ class EngineImpl final : public Engine {
   absl::Status CheckTask(const SampleTask& task) const;
   void Admit(SampleSource& source, HiddenStateSink& sink);
   void GiveUp(std::span<const uint64_t> tickets, HiddenStateSink& sink);
-  absl::Status RunStep(const ScheduledStep& step);
+  absl::Status RunStep(const std::shared_ptr<const ScheduledStep>& step);
   void HandOut(const ScheduledRows& rows, const StepPlan& plan, HiddenStateSink& sink);
   bool HandOutStates(const ScheduledRows& rows, int first, const StepPlan& plan,
                      HiddenStateSink& sink);
@@ -84,11 +119,10 @@ class EngineImpl final : public Engine {
   EngineOptions options_;
   EngineInfo info_;
   ModelConfig config_;
-  std::vector<std::unique_ptr<Backend>> backends_;
-  std::vector<std::unique_ptr<Transformer>> ranks_;
+  const std::shared_ptr<Ranks> ranks_ = std::make_shared<Ranks>();
   std::unique_ptr<RankGroup> group_;
   std::unique_ptr<Scheduler> scheduler_;
-  StepOutput output_;
+  int64_t steps_ = 0;
   absl::Status status_;
 };
 
@@ -102,14 +136,15 @@ absl::Status EngineImpl::Load(const CheckpointIndex& checkpoint, const EngineOpt
   STATETAP_ASSIGN_OR_RETURN(
       const ParallelLayout layout,
       ParallelLayout::Make(config_, options.ranks, experts, checkpoint.quantized()));
-  STATETAP_ASSIGN_OR_RETURN(backends_, MakeBackends(options));
+  STATETAP_ASSIGN_OR_RETURN(ranks_->backends, MakeBackends(options));
+  const auto& backends = ranks_->backends;
 
   ModelLimits limits;
   limits.max_tokens = std::max(1, options.max_batch_tokens);
   limits.max_context = options.max_seq_len > 0 ? options.max_seq_len : config_.max_positions;
   limits.max_logit_rows = std::min(limits.max_tokens, kLogitRowsAtOnce);
   limits.inner_eps = options.inner_eps > 0 ? options.inner_eps : config_.rms_norm_eps;
-  const int64_t page_bytes = Transformer::PageBytes(config_, backends_[0]->activation_bytes());
+  const int64_t page_bytes = Transformer::PageBytes(config_, backends[0]->activation_bytes());
   // No more pages than max_running sequences of full length can use.
   const int64_t useful =
       int64_t{options.max_running} * ((limits.max_context + kPageTokens - 1) / kPageTokens);
@@ -132,17 +167,22 @@ absl::Status EngineImpl::Load(const CheckpointIndex& checkpoint, const EngineOpt
     };
   }
   STATETAP_ASSIGN_OR_RETURN(std::vector<ModelWeights> weights,
-                            LoadWeights(checkpoint, layout, backends_, load));
-  for (size_t rank = 0; rank < backends_.size(); ++rank) {
-    ranks_.push_back(std::make_unique<Transformer>(config_, layout, *backends_[rank],
-                                                   std::move(weights[rank]), limits));
+                            LoadWeights(checkpoint, layout, backends, load));
+  for (size_t rank = 0; rank < backends.size(); ++rank) {
+    ranks_->models.push_back(std::make_unique<Transformer>(config_, layout, *backends[rank],
+                                                           std::move(weights[rank]), limits));
   }
-  group_ = std::make_unique<RankGroup>(backends_);
+  const bool on_gpus = options.backend == "cuda";
+  group_ = std::make_unique<RankGroup>(
+      backends, options.step_timeout.count() > 0
+                    ? options.step_timeout
+                    : std::chrono::milliseconds(on_gpus ? kGpuStep : kCpuStep));
   scheduler_ = std::make_unique<Scheduler>(
       Scheduler::Limits{limits.max_tokens, std::max(1, options.max_running), limits.num_pages});
-  output_.ids.resize(static_cast<size_t>(limits.max_tokens));
-  output_.logprobs.resize(output_.ids.size());
-  output_.entropies.resize(output_.ids.size());
+  StepOutput& output = ranks_->output;
+  output.ids.resize(static_cast<size_t>(limits.max_tokens));
+  output.logprobs.resize(output.ids.size());
+  output.entropies.resize(output.ids.size());
   info_.weight_bytes = checkpoint.total_bytes();
   info_.kv_bytes = page_bytes * limits.num_pages * options.ranks;
   info_.kv_tokens = int64_t{limits.num_pages} * kPageTokens;
@@ -224,31 +264,36 @@ absl::Status EngineImpl::Run(SampleSource& source, HiddenStateSink& sink) {
       if (!source.Wait()) return absl::OkStatus();
       continue;
     }
-    const ScheduledStep step = scheduler_->Next();
+    const auto step = std::make_shared<const ScheduledStep>(scheduler_->Next());
     status_ = RunStep(step);
     STATETAP_RETURN_IF_ERROR(status_);
-    for (const ScheduledRows& rows : step.rows) HandOut(rows, step.plan, sink);
+    for (const ScheduledRows& rows : step->rows) HandOut(rows, step->plan, sink);
     for (const auto& sequence : scheduler_->TakeComplete())
       sink.OnFinished(sequence->task.ticket, *sequence->end);
   }
 }
 
-absl::Status EngineImpl::RunStep(const ScheduledStep& step) {
-  while (output_.states.size() < step.plan.boundaries.size()) {  // the first steps only
+absl::Status EngineImpl::RunStep(const std::shared_ptr<const ScheduledStep>& step) {
+  StepOutput& output = ranks_->output;
+  while (output.states.size() < step->plan.boundaries.size()) {  // the first steps only
     const size_t count = static_cast<size_t>(std::max(1, options_.max_batch_tokens)) *
                          static_cast<size_t>(config_.hidden);
     try {
-      auto* rows = static_cast<uint16_t*>(backends_[0]->AllocateHost(count * sizeof(uint16_t)));
-      output_.states.emplace_back(rows, count);
+      auto* rows =
+          static_cast<uint16_t*>(ranks_->backends[0]->AllocateHost(count * sizeof(uint16_t)));
+      output.states.emplace_back(rows, count);
     } catch (const std::exception& error) {
       return absl::ResourceExhaustedError(
           fmt::format("no host memory for the states of {} tokens: {}", options_.max_batch_tokens,
                       error.what()));
     }
   }
-  const bool sharded = Sharded(step.plan.num_tokens());
+  const bool sharded = Sharded(step->plan.num_tokens());
   return group_->RunAll(
-      [&](int rank) { ranks_[static_cast<size_t>(rank)]->Forward(step.plan, sharded, output_); });
+      [ranks = ranks_, step, sharded, number = steps_++, before = options_.before_step](int rank) {
+        if (before) before(rank, number);
+        ranks->models[static_cast<size_t>(rank)]->Forward(step->plan, sharded, ranks->output);
+      });
 }
 
 void EngineImpl::HandOut(const ScheduledRows& rows, const StepPlan& plan, HiddenStateSink& sink) {
@@ -271,7 +316,8 @@ bool EngineImpl::HandOutStates(const ScheduledRows& rows, int first, const StepP
         static_cast<size_t>(std::find(plan.boundaries.begin(), plan.boundaries.end(), boundary) -
                             plan.boundaries.begin());
     const auto offset = static_cast<size_t>(rows.first_row + first - rows.first_token) * hidden;
-    return std::span<const uint16_t>(output_.states[index]).subspan(offset, num_rows * hidden);
+    return std::span<const uint16_t>(ranks_->output.states[index])
+        .subspan(offset, num_rows * hidden);
   };
   for (const int boundary : sequence.task.boundaries) {
     const auto states = states_of(boundary);
@@ -298,7 +344,7 @@ bool EngineImpl::HandOutTokens(const ScheduledRows& rows, const StepPlan& plan,
   std::vector<TokenScore> scores;
   for (int i = 0; i < rows.num_logits; ++i) {
     const auto row = static_cast<size_t>(rows.first_logit + i);
-    if (std::isnan(output_.logprobs[row])) {
+    if (std::isnan(ranks_->output.logprobs[row])) {
       const int64_t token = plan.draws[row].position - 1;
       Fail(sequence,
            {absl::DataLossError(fmt::format("the logits after token {} are not finite", token)),
@@ -306,10 +352,10 @@ bool EngineImpl::HandOutTokens(const ScheduledRows& rows, const StepPlan& plan,
            sink);
       return false;
     }
-    scores.push_back({output_.logprobs[row], output_.entropies[row]});
+    scores.push_back({ranks_->output.logprobs[row], ranks_->output.entropies[row]});
   }
   if (rows.samples) {
-    const int32_t id = output_.ids[static_cast<size_t>(rows.first_logit)];
+    const int32_t id = ranks_->output.ids[static_cast<size_t>(rows.first_logit)];
     sequence.tokens.push_back(id);
     const auto length = static_cast<int>(sequence.tokens.size()),
                prompt = static_cast<int>(task.input_ids.size());

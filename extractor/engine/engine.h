@@ -5,6 +5,7 @@
 // below becomes the Status that Run returns, after every rank has stopped.
 #pragma once
 
+#include <chrono>
 #include <filesystem>
 #include <functional>
 #include <memory>
@@ -18,6 +19,9 @@ namespace statetap {
 struct EngineOptions {
   std::string backend = "cpu";   // cpu or cuda; auto: cuda where there is a GPU
   std::string kernels = "auto";  // of the cuda backend: auto, portable or hopper
+  // How its ranks pass rows to each other: peer (reading each other's memory), nccl, or auto: peer
+  // where the GPUs can, NCCL otherwise.
+  std::string comm = "auto";
   // Must divide the heads, widths and experts: Open says which does not. 0: a rank a GPU, 1 on the
   // CPU.
   int ranks = 1;
@@ -30,7 +34,13 @@ struct EngineOptions {
   int threads = 0;       // CPU threads of all ranks together; 0: one a core
   // From 256 tokens on the residual stream is sharded by tokens; kAlways and kNever are for tests.
   enum class Residual { kAuto, kSharded, kReplicated } residual = Residual::kAuto;
+  // A step that takes longer has a dead or stuck rank. 0: 20 s on GPUs; on the CPU, whose steps of
+  // a large model can take that long by themselves, half an hour.
+  std::chrono::milliseconds step_timeout{0};
   std::function<void(double gigabytes_per_second, double fraction)> load_progress;
+  // For tests of faults: called on each rank's thread before each step, counted from 0. May throw
+  // or not come back.
+  std::function<void(int rank, int64_t step)> before_step;
 };
 
 struct EngineInfo {
@@ -45,9 +55,9 @@ class Engine {
                                                       const EngineOptions& options);
   virtual ~Engine() = default;
 
-  // Runs samples until source.Wait() returns false or source.Stopping(). Not OK: a rank failed;
-  // what ran is neither finished nor failed for the sink, and every later Run returns the same
-  // status.
+  // Runs samples until source.Wait() returns false or source.Stopping(). UNAVAILABLE: a rank
+  // failed, or a step did not end within step_timeout; what ran is neither finished nor failed for
+  // the sink, and every later Run returns the same status.
   virtual absl::Status Run(SampleSource& source, HiddenStateSink& sink) = 0;
   virtual const EngineInfo& info() const = 0;
   virtual const EngineOptions& options() const = 0;

@@ -1,65 +1,118 @@
 #include "extractor/engine/rank_group.h"
 
+#include <algorithm>
+#include <condition_variable>
+#include <mutex>
+
 #include "extractor/base/log.h"
 
 namespace statetap {
+namespace {
 
-RankGroup::RankGroup(std::span<const std::unique_ptr<Backend>> backends) : backends_(backends) {
+// A rank that still answers does so at once.
+constexpr auto kAnswers = std::chrono::seconds(2);
+
+}  // namespace
+
+// Shared with the threads, which may outlive the group.
+struct RankGroup::State {
+  std::vector<Communicator*> communicators;
+  std::mutex mutex;
+  std::condition_variable start, done;
+  std::shared_ptr<const std::function<void(int)>> body;
+  uint64_t round = 0;
+  std::vector<char> inside;  // by rank
+  bool stop = false;
+  absl::Status status;
+
+  std::vector<int> Inside() const {
+    std::vector<int> ranks;
+    for (size_t rank = 0; rank < inside.size(); ++rank) {
+      if (inside[rank] != 0) ranks.push_back(static_cast<int>(rank));
+    }
+    return ranks;
+  }
+};
+
+RankGroup::RankGroup(std::span<const std::unique_ptr<Backend>> backends,
+                     std::chrono::milliseconds patience)
+    : patience_(patience), state_(std::make_shared<State>()) {
+  for (const auto& backend : backends) state_->communicators.push_back(&backend->communicator());
+  state_->inside.resize(backends.size());
   for (size_t rank = 0; rank < backends.size(); ++rank) {
-    threads_.emplace_back([this, rank] { Work(static_cast<int>(rank)); });
+    threads_.emplace_back([state = state_, rank] { Work(state, static_cast<int>(rank)); });
   }
 }
 
 RankGroup::~RankGroup() {
+  std::vector<int> stuck;
   {
-    const std::lock_guard lock(mutex_);
-    stop_ = true;
+    const std::lock_guard lock(state_->mutex);
+    state_->stop = true;
+    stuck = state_->Inside();
   }
-  start_.notify_all();
-  for (auto& thread : threads_) thread.join();
+  state_->start.notify_all();
+  for (const int rank : stuck) threads_[static_cast<size_t>(rank)].detach();
+  for (auto& thread : threads_) {
+    if (thread.joinable()) thread.join();
+  }
 }
 
-absl::Status RankGroup::RunAll(const std::function<void(int)>& body) {
-  std::unique_lock lock(mutex_);
-  STATETAP_RETURN_IF_ERROR(status_);
-  body_ = &body;
-  running_ = static_cast<int>(threads_.size());
-  ++round_;
-  start_.notify_all();
-  done_.wait(lock, [this] { return running_ == 0; });
-  return status_;
+absl::Status RankGroup::RunAll(std::function<void(int)> body) {
+  std::unique_lock lock(state_->mutex);
+  STATETAP_RETURN_IF_ERROR(state_->status);
+  state_->body = std::make_shared<const std::function<void(int)>>(std::move(body));
+  std::fill(state_->inside.begin(), state_->inside.end(), 1);
+  ++state_->round;
+  state_->start.notify_all();
+  const auto all_done = [this] { return state_->Inside().empty(); };
+  if (patience_.count() == 0) {
+    state_->done.wait(lock, all_done);
+  } else if (!state_->done.wait_for(lock, patience_, all_done)) {
+    const bool failed = !state_->status.ok();  // by a rank that threw
+    for (Communicator* communicator : state_->communicators) communicator->Abort();
+    state_->done.wait_for(lock, kAnswers, all_done);
+    std::string which;
+    for (const int rank : state_->Inside()) which += fmt::format(" {}", rank);
+    which = which.empty() ? "a device is stuck" : fmt::format("stuck: rank{}", which);
+    LogError("a step did not end within {} ms ({})", patience_.count(), which);
+    if (!failed) {
+      state_->status = absl::UnavailableError(
+          fmt::format("a step did not end within {} ms ({})", patience_.count(), which));
+    }
+  }
+  state_->body = nullptr;
+  return state_->status;
 }
 
-void RankGroup::Work(int rank) {
+void RankGroup::Work(const std::shared_ptr<State>& state, int rank) {
   uint64_t seen = 0;
-  std::unique_lock lock(mutex_);
+  std::unique_lock lock(state->mutex);
   while (true) {
-    start_.wait(lock, [&] { return stop_ || round_ != seen; });
-    if (stop_) return;
-    seen = round_;
+    state->start.wait(lock, [&] { return state->stop || state->round != seen; });
+    if (state->stop) return;
+    seen = state->round;
+    auto body = state->body;
     lock.unlock();
+    std::string fault;
     try {
-      (*body_)(rank);
+      (*body)(rank);
     } catch (const RankAborted&) {
       // Another rank failed first and has said why.
     } catch (const std::exception& error) {
-      Fail(rank, error.what());
+      fault = error.what();
+      for (Communicator* communicator : state->communicators) communicator->Abort();
     }
+    body = nullptr;  // may be the last to hold what it refers to: not under the lock
     lock.lock();
-    if (--running_ == 0) done_.notify_one();
-  }
-}
-
-void RankGroup::Fail(int rank, const std::string& what) {
-  LogError("rank {} failed: {}", rank, what);
-  {
-    const std::lock_guard lock(mutex_);
-    if (status_.ok()) {
-      status_ = absl::UnavailableError(
-          fmt::format("rank {} failed: {}; restart the server to go on", rank, what));
+    if (!fault.empty()) {
+      LogError("rank {} failed: {}", rank, fault);
+      if (state->status.ok())
+        state->status = absl::UnavailableError(fmt::format("rank {} failed: {}", rank, fault));
     }
+    state->inside[static_cast<size_t>(rank)] = 0;
+    if (state->Inside().empty()) state->done.notify_one();
   }
-  backends_[static_cast<size_t>(rank)]->communicator().Abort();
 }
 
 }  // namespace statetap

@@ -1,11 +1,12 @@
-// One thread a rank. RunAll is the fault boundary: an exception on any rank ends the group.
+// One thread a rank. RunAll is the fault boundary: an exception on any rank, or a rank that does
+// not come to an end, ends the group.
 #pragma once
 
-#include <condition_variable>
+#include <chrono>
 #include <functional>
 #include <memory>
-#include <mutex>
 #include <span>
+#include <string>
 #include <thread>
 #include <vector>
 
@@ -16,29 +17,25 @@ namespace statetap {
 
 class RankGroup {
  public:
-  // Borrows the backends, one a rank.
-  explicit RankGroup(std::span<const std::unique_ptr<Backend>> backends);
+  // Borrows the backends, one a rank. `patience`: how long a RunAll may take; 0: any time.
+  explicit RankGroup(std::span<const std::unique_ptr<Backend>> backends,
+                     std::chrono::milliseconds patience = {});
   ~RankGroup();
   RankGroup(const RankGroup&) = delete;
   RankGroup& operator=(const RankGroup&) = delete;
 
   // Calls body(rank) on every rank's thread and waits for all. UNAVAILABLE with the first fault's
-  // message once a rank has thrown: its group is aborted then, and every later call returns the
-  // same status.
-  absl::Status RunAll(const std::function<void(int rank)>& body);
+  // message once a rank has thrown or patience is at an end: the group is aborted then, and every
+  // later call returns the same status. A thread that does not come back even then is left behind
+  // with its copy of `body`: what that refers to must live as long as the copy.
+  absl::Status RunAll(std::function<void(int rank)> body);
 
  private:
-  void Work(int rank);
-  void Fail(int rank, const std::string& what);
+  struct State;
+  static void Work(const std::shared_ptr<State>& state, int rank);
 
-  std::span<const std::unique_ptr<Backend>> backends_;
-  std::mutex mutex_;
-  std::condition_variable start_, done_;
-  const std::function<void(int)>* body_ = nullptr;
-  uint64_t round_ = 0;
-  int running_ = 0;
-  bool stop_ = false;
-  absl::Status status_;
+  const std::chrono::milliseconds patience_;
+  std::shared_ptr<State> state_;
   std::vector<std::thread> threads_;
 };
 

@@ -165,7 +165,9 @@ void JobRunner::RunEngine() {
     answer->End(absl::UnavailableError("the engine has stopped; try again later"));
   for (const ActiveJobPtr& job : jobs)
     store_.MarkWaiting(job->key, MessageOf(engine_status())).IgnoreError();
-  if (!status.ok()) LogError("the engine has failed: {}", MessageOf(status));
+  if (status.ok()) return;
+  LogError("the engine has failed: {}", MessageOf(status));
+  if (options_.engine_failed) options_.engine_failed();
 }
 
 void JobRunner::StopJob(const ActiveJob& job) {

@@ -8,6 +8,7 @@
 #include <condition_variable>
 #include <cstdint>
 #include <deque>
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -31,6 +32,8 @@ class JobRunner final : private SampleSource, private HiddenStateSink {
     // sample may always run.
     int64_t host_buffer_bytes = int64_t{4} << 30;
     std::chrono::milliseconds retry_after{30000};  // a failed write
+    // Once, on the engine's thread, after engine_status() has become what it stays.
+    std::function<void()> engine_failed;
   };
   // Puts the shard folders in order and goes on with every job that has not ended; one whose
   // content depends on another configuration than `model` comes to wait. All references outlive the

@@ -1,6 +1,8 @@
 // The engine on GPUs: the text of tiny-kimi, and what a sample gives depends on nothing but the
 // sample.
 #include <cmath>
+#include <fstream>
+#include <future>
 
 #include "tests/support/gpu.h"
 #include "tests/support/tiny_kimi.h"
@@ -95,17 +97,99 @@ TEST(CudaEngineBitsTest, AShardedResidualIsTheSameBits) {
   }
 }
 
+// The same samples over every carrier of rows that this machine has.
+TEST(CudaEngineCommTest, NcclAndPeerMemoryGiveTheSameBits) {
+  SKIP_WITHOUT_GPU();
+  EngineOptions options = OnGpu(2);
+  options.comm = "nccl";
+  if (!HasNccl() || NumGpus() < 2) {
+    // No two ranks share a GPU over NCCL: said with the flag and what to do.
+    const auto refused = Engine::Open(testing::Tiny(), options);
+    EXPECT_THAT(refused, testing::StatusIs(absl::StatusCode::kInvalidArgument, "--comm nccl"));
+    EXPECT_THAT(refused, testing::StatusIs(absl::StatusCode::kInvalidArgument, "--comm peer"));
+    options.ranks = 1;
+    if (HasNccl()) {
+      EXPECT_TRUE(RunTasks(*testing::OpenTiny(options), SomeTasks(1, 1), kHidden)[0].finished);
+    }
+    GTEST_SKIP() << "two ranks over NCCL need two GPUs and NCCL; one rank was tested";
+  }
+  const auto tasks = SomeTasks(8, /*temperature=*/1);
+  for (const auto residual :
+       {EngineOptions::Residual::kSharded, EngineOptions::Residual::kReplicated}) {
+    options.residual = residual;
+    options.comm = "nccl";
+    const auto nccl = RunTasks(*testing::OpenTiny(options), tasks, kHidden);
+    options.comm = "peer";
+    const auto peer = RunTasks(*testing::OpenTiny(options), tasks, kHidden);
+    for (size_t i = 0; i < tasks.size(); ++i) {
+      EXPECT_TRUE(nccl[i].finished);
+      ExpectSame(nccl[i], peer[i]);
+    }
+  }
+}
+
+// Fault class 31.
+TEST(CudaEngineFaultTest, ADeadOrStuckRankEndsTheRunAsUnavailableInTime) {
+  SKIP_WITHOUT_GPU();
+  std::vector<std::string> comms = {"peer"};
+  if (HasNccl() && NumGpus() >= 2) comms.push_back("nccl");
+  for (const std::string& comm : comms) {
+    for (const bool stuck : {false, true}) {
+      std::promise<void> wake;
+      EngineOptions options = OnGpu(2);
+      options.comm = comm;
+      options.before_step = [stuck, woken = wake.get_future().share()](int rank, int64_t step) {
+        if (rank != 1 || step != 30) return;
+        if (!stuck) throw std::runtime_error("the power went");
+        woken.wait();
+      };
+      auto engine = testing::OpenTiny(options);
+      testing::Harness harness(SomeTasks(8, 1), kHidden);
+      const auto begin = std::chrono::steady_clock::now();
+      EXPECT_THAT(engine->Run(harness, harness),
+                  testing::StatusIs(absl::StatusCode::kUnavailable,
+                                    stuck ? "stuck: rank 1" : "the power went"));
+      const std::chrono::duration<double> took = std::chrono::steady_clock::now() - begin;
+      EXPECT_LT(took.count(), 30);
+      fmt::print("2 ranks over {}: a {} rank is UNAVAILABLE after {:.1f} s\n", comm,
+                 stuck ? "stuck" : "dead", took.count());
+      for (const Captured& result : harness.results()) EXPECT_FALSE(result.failed);
+      engine = nullptr;
+      wake.set_value();
+      // Another engine of the process is none the worse.
+      const auto next = RunTasks(*testing::OpenTiny(OnGpu(2)), SomeTasks(1, 1), kHidden);
+      EXPECT_TRUE(next[0].finished);
+    }
+  }
+}
+
+// Kilobytes of this process in memory.
+int64_t ResidentKb() {
+  std::ifstream file("/proc/self/status");
+  for (std::string line; std::getline(file, line);) {
+    if (line.starts_with("VmRSS:")) return std::stoll(line.substr(6));
+  }
+  return 0;
+}
+
 TEST(CudaEngineMemoryTest, StaysFlatOverManyJobs) {
   SKIP_WITHOUT_GPU();
   const auto engine = testing::OpenTiny(OnGpu());
   const auto tasks = SomeTasks(4, 1);
   size_t before = 0, after = 0, total = 0;
+  int64_t host = 0;
   for (int job = 0; job < 200; ++job) {
     RunTasks(*engine, tasks, kHidden);
-    if (job == 5) testing::ExpectCuda(cudaMemGetInfo(&before, &total));
+    if (job != 20) continue;
+    testing::ExpectCuda(cudaMemGetInfo(&before, &total));
+    host = ResidentKb();
   }
   testing::ExpectCuda(cudaMemGetInfo(&after, &total));
   EXPECT_EQ(after, before);
+  EXPECT_LT(ResidentKb(), host + 8 * 1024);
+  fmt::print("200 jobs on 1 ranks: {} KiB more of the GPU, {} KiB more of the host since job 20\n",
+             (static_cast<int64_t>(before) - static_cast<int64_t>(after)) / 1024,
+             ResidentKb() - host);
 }
 
 }  // namespace

@@ -1,8 +1,12 @@
 // The engine on tiny-kimi: what a sample gives depends on nothing but the sample.
 #include "extractor/engine/engine.h"
 
+#include <chrono>
 #include <cmath>
+#include <future>
 #include <random>
+#include <stdexcept>
+#include <thread>
 
 #include "tests/support/tiny_kimi.h"
 
@@ -247,6 +251,46 @@ TEST(EngineTest, CancelGivesUpOneAndStoppingAll) {
   EXPECT_EQ(RunTasks(*engine, {PrefillTask({1, 2, 3})}, kHidden)[0].finished,
             FinishReason::kPrefill)
       << "the engine goes on";
+}
+
+// Fault class 31: a rank dies in the middle of a job. What was handed out stays; the rest neither
+// ends nor fails, so that it runs again.
+TEST(EngineFaultTest, ADeadRankEndsTheRunAsUnavailable) {
+  EngineOptions options;
+  options.ranks = 2;
+  options.before_step = [](int rank, int64_t step) {
+    if (rank == 1 && step == 20) throw std::runtime_error("the power went");
+  };
+  const auto engine = Open(options);
+  Harness harness(SomeTasks(8, 1), kHidden);
+  EXPECT_THAT(engine->Run(harness, harness),
+              testing::StatusIs(absl::StatusCode::kUnavailable, "rank 1 failed: the power went"));
+  for (const Captured& result : harness.results()) {
+    EXPECT_FALSE(result.failed);
+    EXPECT_GT(result.sampled.size(), 0u);
+  }
+  Harness again(SomeTasks(1, 1), kHidden);
+  EXPECT_THAT(engine->Run(again, again),
+              testing::StatusIs(absl::StatusCode::kUnavailable, "the power went"));
+}
+
+TEST(EngineFaultTest, AStuckRankEndsTheRunAsUnavailableWithinTheStepTimeout) {
+  std::promise<void> wake;
+  EngineOptions options;
+  options.ranks = 4;
+  options.step_timeout = std::chrono::milliseconds(500);
+  options.before_step = [woken = wake.get_future().share()](int rank, int64_t step) {
+    if (rank == 2 && step == 5) woken.wait();
+  };
+  auto engine = Open(options);
+  Harness harness(SomeTasks(4, 1), kHidden);
+  const auto begin = std::chrono::steady_clock::now();
+  EXPECT_THAT(engine->Run(harness, harness),
+              testing::StatusIs(absl::StatusCode::kUnavailable, "stuck: rank 2"));
+  EXPECT_LT(std::chrono::steady_clock::now() - begin, std::chrono::seconds(10));
+  engine = nullptr;  // does not wait for the stuck rank,
+  wake.set_value();  // which finds that it is too late, and nothing gone that it works on
+  std::this_thread::sleep_for(std::chrono::milliseconds(200));
 }
 
 TEST(EngineTest, BadLayoutsAreRefusedWithTheSizeNamed) {

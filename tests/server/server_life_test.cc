@@ -86,31 +86,38 @@ TEST_F(ServerLifeTest, QuietClientThatPingsOftenIsNotCut) {
   EXPECT_TRUE(status.ok()) << status.error_message();
 }
 
+// As any generic client: bytes by hand.
+std::string Call(const std::shared_ptr<grpc::Channel>& channel, const std::string& method,
+                 const std::string& request) {
+  grpc::GenericStub stub(channel);
+  grpc::ClientContext context;
+  grpc::CompletionQueue queue;
+  const grpc::Slice slice(request);
+  const grpc::ByteBuffer bytes(&slice, 1);
+  auto reader = stub.PrepareUnaryCall(&context, method, bytes, &queue);
+  reader->StartCall();
+  grpc::ByteBuffer answer;
+  grpc::Status status;
+  reader->Finish(&answer, &status, nullptr);
+  void* tag;
+  bool ok;
+  queue.Next(&tag, &ok);
+  EXPECT_TRUE(status.ok()) << method << ": " << status.error_message();
+  grpc::Slice whole;
+  return answer.DumpToSingleSlice(&whole).ok()
+             ? std::string(reinterpret_cast<const char*>(whole.begin()), whole.size())
+             : std::string();
+}
+
+// grpc.health.v1: field 1 of the answer is the status.
+constexpr std::string_view kServing = "\x08\x01", kNotServing = "\x08\x02";
+
 TEST_F(ServerLifeTest, StandardHealthAndReflectionAnswer) {
-  // As any generic client: bytes by hand. grpc.health.v1: field 1 of the answer is the status.
-  grpc::GenericStub stub(channel_);
   const auto call = [&](const std::string& method, const std::string& request) {
-    grpc::ClientContext context;
-    grpc::CompletionQueue queue;
-    const grpc::Slice slice(request);
-    const grpc::ByteBuffer bytes(&slice, 1);
-    auto reader = stub.PrepareUnaryCall(&context, method, bytes, &queue);
-    reader->StartCall();
-    grpc::ByteBuffer answer;
-    grpc::Status status;
-    reader->Finish(&answer, &status, nullptr);
-    void* tag;
-    bool ok;
-    queue.Next(&tag, &ok);
-    EXPECT_TRUE(status.ok()) << method << ": " << status.error_message();
-    grpc::Slice whole;
-    return answer.DumpToSingleSlice(&whole).ok()
-               ? std::string(reinterpret_cast<const char*>(whole.begin()), whole.size())
-               : std::string();
+    return Call(channel_, method, request);
   };
-  const std::string serving = "\x08\x01";
-  EXPECT_EQ(call("/grpc.health.v1.Health/Check", ""), serving);
-  EXPECT_EQ(call("/grpc.health.v1.Health/Check", "\x0a\x10statetap.v1.Jobs"), serving);
+  EXPECT_EQ(call("/grpc.health.v1.Health/Check", ""), kServing);
+  EXPECT_EQ(call("/grpc.health.v1.Health/Check", "\x0a\x10statetap.v1.Jobs"), kServing);
   // list_services is field 7 of the request.
   const std::string services = call(
       "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo", std::string("\x3a\x00", 2));
@@ -130,6 +137,44 @@ TEST_F(ServerLifeTest, FailedEngineIsUnavailable) {
   const auto health = client.Get("/healthz");
   ASSERT_TRUE(health);
   EXPECT_EQ(health->status, 503);
+  const auto grpc_health = [&](const std::string& service) {
+    for (int i = 0; i < 500; ++i) {  // flips a moment after the status
+      if (Call(channel_, "/grpc.health.v1.Health/Check", service) == kNotServing) return true;
+      std::this_thread::sleep_for(std::chrono::milliseconds(5));
+    }
+    return false;
+  };
+  EXPECT_TRUE(grpc_health(""));
+  EXPECT_TRUE(grpc_health("\x0a\x10statetap.v1.Jobs"));
+}
+
+// Fault class 31: the engine fails in the middle of a job. The server says so, keeps what is
+// stored, and a restart goes on.
+TEST_F(ServerLifeTest, ARestartGoesOnAfterTheEngineFailed) {
+  engine_->faults.step = std::chrono::milliseconds(1);
+  v1::JobOptions options;
+  options.set_shard_bytes(int64_t{1} << 20);
+  v1::Job job;
+  ASSERT_TRUE(Submit(options, Chats(400), &job).ok());
+  v1::GetJobRequest which;
+  which.set_job(job.id());
+  const auto stored = [&] {
+    grpc::ClientContext context;
+    EXPECT_TRUE(jobs_->GetJob(&context, which, &job).ok());
+    return job.counts().stored();
+  };
+  for (int i = 0; i < 2000 && engine_->steps < 60; ++i)
+    std::this_thread::sleep_for(std::chrono::milliseconds(2));
+  engine_->faults.fail = true;
+  for (int i = 0; i < 500 && server_->runner().engine_status().ok(); ++i)
+    std::this_thread::sleep_for(std::chrono::milliseconds(5));
+  const int64_t before = stored();
+  EXPECT_LT(before, 400);
+  EXPECT_EQ(job.state(), v1::JOB_STATE_WAITING);
+  EXPECT_THAT(job.message(), HasSubstr("a rank has failed"));
+  server_.reset();
+  Start();
+  EXPECT_EQ(Watch(job.id()).counts().stored(), 400);
 }
 
 TEST_F(ServerLifeTest, HttpTellsHealthAndMetrics) {

@@ -1,6 +1,6 @@
 #include "extractor/backend/cuda/peer_group.h"
 
-#include <chrono>
+#include <string>
 #include <thread>
 
 #include "extractor/backend/cuda/check.h"
@@ -8,17 +8,25 @@
 namespace statetap::cuda {
 namespace {
 
-// A thread that has not come by then never will: its rank is dead or stuck.
-constexpr auto kPatience = std::chrono::seconds(30);
 constexpr int kPollsBetweenLooks = 1024;
 
 }  // namespace
 
-PeerGroup::PeerGroup(int world) : ranks_(static_cast<size_t>(world)) {
+DeviceGroup::DeviceGroup(int world) : world_(world) {
   if (world > kMaxRanks) {
     Fail(std::to_string(world) + " ranks: at most " + std::to_string(kMaxRanks) + " are supported");
   }
 }
+
+void DeviceGroup::Reserve(int, int, size_t, bool) {}
+
+void DeviceGroup::ThrowIfAborted(int rank) {
+  if (!aborted_) return;
+  End(rank);
+  throw RankAborted("another rank of the group has failed");
+}
+
+PeerGroup::PeerGroup(int world) : DeviceGroup(world), ranks_(static_cast<size_t>(world)) {}
 
 void PeerGroup::Join(int rank) {
   Rank& own = ranks_[static_cast<size_t>(rank)];
@@ -26,49 +34,62 @@ void PeerGroup::Join(int rank) {
   own.done = std::make_unique<Event>();
 }
 
-void PeerGroup::ThrowIfAborted() const {
-  if (aborted_) throw RankAborted("another rank of the group has failed");
-}
-
-void PeerGroup::Meet() {
-  ThrowIfAborted();
+void PeerGroup::Meet(int rank) {
+  ThrowIfAborted(rank);
   const uint64_t round = round_.load();
   if (waiting_.fetch_add(1) + 1 == world()) {
     waiting_ = 0;
     ++round_;
     return;
   }
-  const auto deadline = std::chrono::steady_clock::now() + kPatience;
+  // Whoever runs the ranks notices that one does not come, and aborts the group.
   for (int poll = 1; round_.load() == round; ++poll) {
     if (poll % kPollsBetweenLooks != 0) continue;
-    ThrowIfAborted();
-    if (std::chrono::steady_clock::now() > deadline) {
-      Abort();
-      Fail("a rank did not come to an exchange within 30 s");
-    }
+    ThrowIfAborted(rank);
     std::this_thread::yield();
   }
 }
 
 void PeerGroup::Publish(int rank, const void* pointer, cudaStream_t stream) {
   Rank& own = ranks_[static_cast<size_t>(rank)];
-  own.pointer = pointer;
+  own.pointer = static_cast<const std::byte*>(pointer);
   if (world() == 1) return;
   own.ready->Record(stream);
-  Meet();
+  Meet(rank);
   for (const Rank& other : ranks_) {
     if (&other != &own) other.ready->Hold(stream);
   }
 }
 
-void PeerGroup::Leave(int rank, cudaStream_t stream) {
+DeviceGroup::Parts PeerGroup::Share(int rank, const SharedRows& rows, cudaStream_t stream) {
+  Publish(rank, rows.own, stream);
+  Parts parts{};
+  for (size_t r = 0; r < ranks_.size(); ++r) parts[r] = ranks_[r].pointer;
+  return parts;
+}
+
+void PeerGroup::Release(int rank, cudaStream_t stream) {
   if (world() == 1) return;
   Rank& own = ranks_[static_cast<size_t>(rank)];
   own.done->Record(stream);
-  Meet();
+  Meet(rank);
   for (const Rank& other : ranks_) {
     if (&other != &own) other.done->Hold(stream);
   }
+}
+
+void PeerGroup::GatherRows(int rank, const void* own, int num_rows, size_t row_bytes, void* all,
+                           cudaStream_t stream) {
+  Publish(rank, own, stream);
+  for (int r = 0; r < world(); ++r) {
+    const RowRange rows = ShardOfRows(num_rows, r, world());
+    if (rows.count == 0) continue;
+    Check(
+        cudaMemcpyAsync(static_cast<std::byte*>(all) + static_cast<size_t>(rows.begin) * row_bytes,
+                        ranks_[static_cast<size_t>(r)].pointer,
+                        static_cast<size_t>(rows.count) * row_bytes, cudaMemcpyDefault, stream));
+  }
+  Release(rank, stream);
 }
 
 }  // namespace statetap::cuda

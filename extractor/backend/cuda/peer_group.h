@@ -3,65 +3,36 @@
 // GPU cannot block each other.
 #pragma once
 
-#include <atomic>
 #include <vector>
 
-#include "extractor/backend/communicator.h"
+#include "extractor/backend/cuda/device_group.h"
 #include "extractor/backend/cuda/owners.h"
 
 namespace statetap::cuda {
 
-inline constexpr int kMaxRanks = 16;
-
-class PeerGroup {
+class PeerGroup final : public DeviceGroup {
  public:
   explicit PeerGroup(int world);
-  int world() const { return static_cast<int>(ranks_.size()); }
-  // Called by each rank on its own thread, before the first Publish.
-  void Join(int rank);
-
-  // What `stream` has made so far at `pointer` may be read by the others; what comes next on
-  // `stream` may read theirs, at(r). Waits on the host for the other threads, not for the device.
-  void Publish(int rank, const void* pointer, cudaStream_t stream);
-  // Ends what Publish began: what comes next on `stream` may write to `pointer` again.
-  void Leave(int rank, cudaStream_t stream);
-  const void* at(int rank) const { return ranks_[static_cast<size_t>(rank)].pointer; }
-
-  // Calls that wait, now or later, throw RankAborted.
-  void Abort() { aborted_.store(true); }
-  void ThrowIfAborted() const;
+  const char* name() const override { return "peer memory"; }
+  void Join(int rank) override;
+  Parts Share(int rank, const SharedRows& rows, cudaStream_t stream) override;
+  void Release(int rank, cudaStream_t stream) override;
+  void GatherRows(int rank, const void* own, int num_rows, size_t row_bytes, void* all,
+                  cudaStream_t stream) override;
 
  private:
   struct Rank {
     std::unique_ptr<Event> ready, done;
-    const void* pointer = nullptr;
+    const std::byte* pointer = nullptr;
   };
-  void Meet();
+  // What `stream` has made so far at `pointer` may be read by the others, theirs on `stream`.
+  void Publish(int rank, const void* pointer, cudaStream_t stream);
+  // Waits on the host for the other threads, not for the devices.
+  void Meet(int rank);
 
   std::vector<Rank> ranks_;
   std::atomic<int> waiting_ = 0;
   std::atomic<uint64_t> round_ = 0;
-  std::atomic<bool> aborted_ = false;
-};
-
-class PeerCommunicator final : public Communicator {
- public:
-  PeerCommunicator(int rank, std::shared_ptr<PeerGroup> group)
-      : rank_(rank), group_(std::move(group)) {}
-  int rank() const override { return rank_; }
-  int world() const override { return group_->world(); }
-  void Abort() override { group_->Abort(); }
-
-  void Publish(const void* pointer, cudaStream_t stream) const {
-    group_->Publish(rank_, pointer, stream);
-  }
-  void Leave(cudaStream_t stream) const { group_->Leave(rank_, stream); }
-  const void* at(int rank) const { return group_->at(rank); }
-  PeerGroup& group() const { return *group_; }
-
- private:
-  int rank_;
-  std::shared_ptr<PeerGroup> group_;
 };
 
 }  // namespace statetap::cuda

@@ -1,7 +1,6 @@
 #include "extractor/backend/cuda/rank.h"
 
 #include <algorithm>
-#include <chrono>
 #include <cmath>
 #include <cstring>
 #include <thread>
@@ -15,7 +14,6 @@ namespace statetap::cuda {
 namespace {
 
 constexpr size_t kAlign = 256;
-constexpr auto kStuck = std::chrono::seconds(120);  // no step takes as long
 
 size_t Padded(size_t bytes) { return (bytes + kAlign - 1) / kAlign * kAlign; }
 
@@ -36,7 +34,7 @@ class Packing {
 
 }  // namespace
 
-CudaBackend::CudaBackend(int rank, int device, std::shared_ptr<PeerGroup> group,
+CudaBackend::CudaBackend(int rank, int device, std::shared_ptr<DeviceGroup> group,
                          const CudaOptions& options)
     : device_(device), communicator_(rank, std::move(group)), uploader_(device) {
   communicator_.group().Join(rank);
@@ -216,7 +214,7 @@ void CudaBackend::PlanPrompt(const StepPlan& plan, int first, int end) {
 
 Step CudaBackend::Begin(const StepPlan& plan, bool sharded) {
   Use();
-  communicator_.group().ThrowIfAborted();
+  communicator_.ThrowIfAborted();
   PlanAttention(plan);
   Packing packing;
   const size_t ids = packing.Add(plan.ids), positions = packing.Add(plan.positions),
@@ -252,6 +250,12 @@ Step CudaBackend::Begin(const StepPlan& plan, bool sharded) {
   device_key_runs_ = put(key_runs_, runs);
   device_prompt_tiles_ = put(prompt_tiles_, prompt_tiles);
   Check(cudaMemcpyAsync(device, host, packing.size(), cudaMemcpyHostToDevice, stream()));
+  const auto make_room = [&](int rows, bool shards) {
+    communicator_.group().Reserve(communicator_.rank(), rows,
+                                  static_cast<size_t>(limits_.hidden) * sizeof(bf16), shards);
+  };
+  make_room(step.num_tokens, sharded);
+  make_room(std::min(step.num_logit_rows, limits_.max_logit_rows), /*shards=*/false);
   const size_t captured = plan.boundaries.size() * static_cast<size_t>(step.own.count) *
                           static_cast<size_t>(limits_.hidden) * sizeof(bf16);
   captured_.Reserve(captured);
@@ -296,22 +300,29 @@ void CudaBackend::Embed(const Step& step, const EmbedParams& p) {
             stream());
 }
 
-void CudaBackend::ExchangeAddNorm(const Step& step, const ExchangeAddNormParams& p) {
-  communicator_.Publish(p.partial, stream());
+SumAddNormParams CudaBackend::SharedPartials(const void* own, int num_rows, int hidden,
+                                             bool sharded) {
+  const DeviceGroup::Parts parts = communicator_.Share(
+      {own, num_rows, static_cast<size_t>(hidden) * sizeof(bf16), sharded}, stream());
   SumAddNormParams sum{};
   sum.world = communicator_.world();
-  for (int rank = 0; rank < sum.world; ++rank)
-    sum.partial[rank] = static_cast<const bf16*>(communicator_.at(rank));
+  sum.hidden = hidden;
+  for (size_t rank = 0; rank < static_cast<size_t>(sum.world); ++rank)
+    sum.partial[rank] = reinterpret_cast<const bf16*>(parts[rank]);
+  return sum;
+}
+
+void CudaBackend::ExchangeAddNorm(const Step& step, const ExchangeAddNormParams& p) {
+  SumAddNormParams sum = SharedPartials(p.partial, step.num_tokens, p.hidden, step.sharded);
   sum.first_row = step.own.begin;
   sum.num_rows = step.own.count;
-  sum.hidden = p.hidden;
   sum.residual = static_cast<bf16*>(p.residual);
   sum.replace = p.first;
   sum.weight = p.weight == nullptr ? nullptr : AsMatrix(*p.weight).vector();
   sum.eps = p.eps;
   sum.normed = static_cast<bf16*>(p.normed);
   SumAddNorm(sum, stream());
-  communicator_.Leave(stream());
+  communicator_.Release(stream());
 }
 
 void CudaBackend::LatentProject(const Step& step, const LatentProjectParams& p) {
@@ -345,16 +356,7 @@ void CudaBackend::LatentProject(const Step& step, const LatentProjectParams& p) 
 
 void CudaBackend::Gather(const Step& step, const GatherParams& p) {
   if (!step.sharded) return;
-  communicator_.Publish(p.own, stream());
-  for (int rank = 0; rank < communicator_.world(); ++rank) {
-    const RowRange rows = ShardOfRows(step.num_tokens, rank, communicator_.world());
-    if (rows.count == 0) continue;
-    Check(cudaMemcpyAsync(
-        static_cast<std::byte*>(p.all) + static_cast<size_t>(rows.begin) * p.row_bytes,
-        communicator_.at(rank), static_cast<size_t>(rows.count) * p.row_bytes, cudaMemcpyDefault,
-        stream()));
-  }
-  communicator_.Leave(stream());
+  communicator_.GatherRows(p.own, step.num_tokens, p.row_bytes, p.all, stream());
 }
 
 void CudaBackend::Attention(const Step& step, const AttentionParams& p) {
@@ -576,17 +578,12 @@ void CudaBackend::Sample(const Step& step, const SampleParams& p) {
   norm.num_rows = p.count;
   norm.eps = p.eps;
   RmsNorm(norm, stream());
-  communicator_.Publish(picked_.as<bf16>(), stream());
-  SumAddNormParams sum{};
-  sum.world = communicator_.world();
-  for (int rank = 0; rank < sum.world; ++rank)
-    sum.partial[rank] = static_cast<const bf16*>(communicator_.at(rank));
+  SumAddNormParams sum = SharedPartials(picked_.as<bf16>(), p.count, p.hidden, /*sharded=*/false);
   sum.num_rows = p.count;
-  sum.hidden = p.hidden;
   sum.residual = normed_.as<bf16>();
   sum.replace = true;
   SumAddNorm(sum, stream());
-  communicator_.Leave(stream());
+  communicator_.Release(stream());
 
   const DeviceMatrix& head = AsMatrix(p.lm_head);
   GemmParams product{
@@ -598,14 +595,11 @@ void CudaBackend::Sample(const Step& step, const SampleParams& p) {
   gemm_.Run(product, stream());
   const float* logits = logits_.as<float>();
   if (communicator_.world() > 1) {
-    const auto block = static_cast<size_t>(p.count) * static_cast<size_t>(p.vocab_per_rank);
-    communicator_.Publish(logits, stream());
-    for (int rank = 0; rank < communicator_.world(); ++rank) {
-      Check(cudaMemcpyAsync(all_logits_.as<float>() + static_cast<size_t>(rank) * block,
-                            communicator_.at(rank), block * sizeof(float), cudaMemcpyDefault,
-                            stream()));
-    }
-    communicator_.Leave(stream());
+    // Every rank's block is one row of as many.
+    communicator_.GatherRows(
+        logits, communicator_.world(),
+        static_cast<size_t>(p.count) * static_cast<size_t>(p.vocab_per_rank) * sizeof(float),
+        all_logits_.as<void>(), stream());
     logits = all_logits_.as<float>();
   }
   if (p.ids == nullptr) return;
@@ -624,12 +618,8 @@ void CudaBackend::Finish() {
   }
   finished_.Record(stream());
   copied_.Record(copies_.get());
-  const auto deadline = std::chrono::steady_clock::now() + kStuck;
   while (!finished_.Done() || !copied_.Done()) {
-    communicator_.group().ThrowIfAborted();
-    if (std::chrono::steady_clock::now() > deadline) {
-      Fail("the GPU did not finish a step within " + std::to_string(kStuck.count()) + " s");
-    }
+    communicator_.ThrowIfAborted();  // whoever runs the ranks has lost patience
     std::this_thread::yield();
   }
   for (const PendingStates& states : pending_states_)
@@ -645,20 +635,26 @@ void CudaBackend::Finish() {
   pending_tokens_.clear();
 }
 
-}  // namespace statetap::cuda
+namespace {
 
-namespace statetap {
-
-int NumGpus() {
-  int count = 0;
-  return cudaGetDeviceCount(&count) == cudaSuccess ? count : 0;
+// Empty: every GPU reads every other's memory. Else which two do not.
+std::string NoPeers(const std::vector<int>& devices) {
+  const int used = *std::max_element(devices.begin(), devices.end()) + 1;
+  for (int device = 0; device < used; ++device) {
+    for (int peer = 0; peer < used; ++peer) {
+      int can = 1;
+      if (peer != device) Check(cudaDeviceCanAccessPeer(&can, device, peer));
+      if (can == 0) {
+        return "GPUs " + std::to_string(device) + " and " + std::to_string(peer) +
+               " cannot read each other's memory";
+      }
+    }
+  }
+  return "";
 }
 
-std::vector<std::unique_ptr<Backend>> MakeCudaBackends(int world, const CudaOptions& options) {
-  using cuda::Check;
-  const int gpus = NumGpus();
-  if (gpus == 0) cuda::Fail("no GPU can be used");
-  const int used = std::min(gpus, world);
+void EnablePeers(const std::vector<int>& devices) {
+  const int used = *std::max_element(devices.begin(), devices.end()) + 1;
   for (int device = 0; device < used; ++device) {
     Check(cudaSetDevice(device));
     for (int peer = 0; peer < used; ++peer) {
@@ -671,11 +667,56 @@ std::vector<std::unique_ptr<Backend>> MakeCudaBackends(int world, const CudaOpti
       }
     }
   }
-  const auto group = std::make_shared<cuda::PeerGroup>(world);
+}
+
+}  // namespace
+
+std::shared_ptr<DeviceGroup> MakeGroup(const std::vector<int>& devices, CudaOptions::Comm comm) {
+  const std::string no_peers = comm == CudaOptions::Comm::kNccl ? "" : NoPeers(devices);
+  if (comm == CudaOptions::Comm::kAuto)
+    comm = no_peers.empty() ? CudaOptions::Comm::kPeer : CudaOptions::Comm::kNccl;
+  if (comm == CudaOptions::Comm::kPeer) {
+    if (!no_peers.empty()) Fail("--comm peer: " + no_peers + "; --comm nccl needs no such access");
+    EnablePeers(devices);
+    return std::make_shared<PeerGroup>(static_cast<int>(devices.size()));
+  }
+#ifdef STATETAP_NCCL
+  return MakeNcclGroup(devices);
+#else
+  Fail("--comm nccl: this build has no NCCL" +
+       (no_peers.empty() ? "; --comm peer needs none" : ", and " + no_peers));
+#endif
+}
+
+}  // namespace statetap::cuda
+
+namespace statetap {
+
+int NumGpus() {
+  int count = 0;
+  return cudaGetDeviceCount(&count) == cudaSuccess ? count : 0;
+}
+
+bool HasNccl() {
+#ifdef STATETAP_NCCL
+  return true;
+#else
+  return false;
+#endif
+}
+
+std::vector<std::unique_ptr<Backend>> MakeCudaBackends(int world, const CudaOptions& options) {
+  using cuda::Check;
+  const int gpus = NumGpus();
+  if (gpus == 0) cuda::Fail("no GPU can be used");
+  std::vector<int> devices;
+  for (int rank = 0; rank < world; ++rank) devices.push_back(rank % gpus);
+  const std::shared_ptr<cuda::DeviceGroup> group = cuda::MakeGroup(devices, options.comm);
   std::vector<std::unique_ptr<Backend>> ranks;
   for (int rank = 0; rank < world; ++rank) {
-    Check(cudaSetDevice(rank % gpus));
-    ranks.push_back(std::make_unique<cuda::CudaBackend>(rank, rank % gpus, group, options));
+    const int device = devices[static_cast<size_t>(rank)];
+    Check(cudaSetDevice(device));
+    ranks.push_back(std::make_unique<cuda::CudaBackend>(rank, device, group, options));
   }
   return ranks;
 }

@@ -10,13 +10,14 @@
 #include "extractor/backend/cuda/owners.h"
 #include "extractor/backend/cuda/peer_group.h"
 #include "extractor/backend/cuda/prefill.h"
+#include "extractor/backend/cuda/rows.h"
 #include "extractor/backend/cuda/weights.h"
 
 namespace statetap::cuda {
 
 class CudaBackend : public Backend {
  public:
-  CudaBackend(int rank, int device, std::shared_ptr<PeerGroup> group, const CudaOptions& options);
+  CudaBackend(int rank, int device, std::shared_ptr<DeviceGroup> group, const CudaOptions& options);
   ~CudaBackend() override;
 
   Communicator& communicator() override { return communicator_; }
@@ -52,6 +53,8 @@ class CudaBackend : public Backend {
   void Multiply(const bf16* x, int64_t x_stride, RowRange rows, const Weight& w, void* y,
                 int64_t y_stride, bool fp32_out = false, bool accumulate = false);
   void MultiplyByPhase(GemmParams params, int first_row);
+  // Every rank's partial sums in reach; the rest is the caller's. Ends with communicator_.Release.
+  SumAddNormParams SharedPartials(const void* own, int num_rows, int hidden, bool sharded);
   // The forms of attention: rows that decode are attended absorbed, their keys in parts; prompts in
   // the expanded form, or absorbed where the model's sizes do not suit that.
   void PlanAttention(const StepPlan& plan);
@@ -60,7 +63,7 @@ class CudaBackend : public Backend {
   void AttendExpanded(const Step& step, const AttentionParams& params, const bf16* cache);
 
   const int device_;
-  PeerCommunicator communicator_;
+  DeviceCommunicator communicator_;
   Uploader uploader_;
   Stream stream_, copies_;  // copies_: captured states to the host, under the next ops
   Gemm gemm_;
@@ -127,5 +130,8 @@ class CudaBackend : public Backend {
   std::vector<PendingTokens> pending_tokens_;
   Event captured_event_, finished_, copied_;
 };
+
+// devices[r]: the GPU of rank r. Throws where `comm` cannot be had.
+std::shared_ptr<DeviceGroup> MakeGroup(const std::vector<int>& devices, CudaOptions::Comm comm);
 
 }  // namespace statetap::cuda

@@ -6,8 +6,8 @@
 
 #include <cstdint>
 
+#include "extractor/backend/cuda/device_group.h"
 #include "extractor/backend/cuda/gemm.h"
-#include "extractor/backend/cuda/peer_group.h"
 
 namespace statetap::cuda {
 

@@ -1,0 +1,91 @@
+// How the ranks of a CUDA group pass rows to each other. One object a group, shared by its ranks;
+// a rank calls from its own thread, and all ranks make the same calls in the same order. Nothing
+// is added here: what the others made is brought into reach, and the rank adds it up itself, in
+// rank order. So every way of passing rows gives the same bits.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <array>
+#include <atomic>
+#include <memory>
+#include <vector>
+
+#include "extractor/backend/communicator.h"
+
+namespace statetap::cuda {
+
+inline constexpr int kMaxRanks = 16;
+
+// Rows of a step that every rank has in whole: its partial sums.
+struct SharedRows {
+  const void* own;  // [num_rows, row_bytes]
+  int num_rows;
+  size_t row_bytes;
+  // Each rank reads its own shard of them; else each reads all.
+  bool sharded;
+};
+
+class DeviceGroup {
+ public:
+  explicit DeviceGroup(int world);
+  virtual ~DeviceGroup() = default;
+  int world() const { return world_; }
+  virtual const char* name() const = 0;
+
+  // By each rank on its construction, its device current.
+  virtual void Join(int rank) = 0;
+  // Room for one Share. May allocate: not in the layer loop.
+  virtual void Reserve(int rank, int num_rows, size_t row_bytes, bool sharded);
+
+  // What comes next on `stream` may read, of every rank r's rows, those that this rank asked for:
+  // row i lies at parts[r] + i · row_bytes. Until Release, what `stream` made at `own` stays.
+  using Parts = std::array<const std::byte*, kMaxRanks>;
+  virtual Parts Share(int rank, const SharedRows& rows, cudaStream_t stream) = 0;
+  virtual void Release(int rank, cudaStream_t stream) = 0;
+  // all[t] = the row of the rank that owns it: ShardOfRows(num_rows, r, world).
+  virtual void GatherRows(int rank, const void* own, int num_rows, size_t row_bytes, void* all,
+                          cudaStream_t stream) = 0;
+
+  // Calls that wait, now or later, throw RankAborted. From any thread.
+  void Abort() { aborted_.store(true); }
+  // On the rank's own thread: ends what the group still runs on the rank's device, then throws.
+  void ThrowIfAborted(int rank);
+
+ protected:
+  virtual void End(int /*rank*/) {}
+
+ private:
+  const int world_;
+  std::atomic<bool> aborted_ = false;
+};
+
+class DeviceCommunicator final : public Communicator {
+ public:
+  DeviceCommunicator(int rank, std::shared_ptr<DeviceGroup> group)
+      : rank_(rank), group_(std::move(group)) {}
+  int rank() const override { return rank_; }
+  int world() const override { return group_->world(); }
+  void Abort() override { group_->Abort(); }
+
+  DeviceGroup::Parts Share(const SharedRows& rows, cudaStream_t stream) const {
+    return group_->Share(rank_, rows, stream);
+  }
+  void Release(cudaStream_t stream) const { group_->Release(rank_, stream); }
+  void GatherRows(const void* own, int num_rows, size_t row_bytes, void* all,
+                  cudaStream_t stream) const {
+    group_->GatherRows(rank_, own, num_rows, row_bytes, all, stream);
+  }
+  void ThrowIfAborted() const { group_->ThrowIfAborted(rank_); }
+  DeviceGroup& group() const { return *group_; }
+
+ private:
+  int rank_;
+  std::shared_ptr<DeviceGroup> group_;
+};
+
+// Ranks of one process, rank r on devices[r], which differ: NCCL has no two ranks on a GPU.
+// NVLink multicast stays off. Only where the build has NCCL.
+std::shared_ptr<DeviceGroup> MakeNcclGroup(const std::vector<int>& devices);
+
+}  // namespace statetap::cuda

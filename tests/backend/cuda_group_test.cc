@@ -1,0 +1,188 @@
+// Rows between ranks: whatever carries them, all ranks get the same bits, those of a sum on the
+// CPU in rank order.
+#include <algorithm>
+#include <cstring>
+#include <numeric>
+#include <random>
+#include <thread>
+
+#include "extractor/backend/cuda/check.h"
+#include "extractor/backend/cuda/rank.h"
+#include "extractor/engine/rank_group.h"
+#include "tests/support/gpu.h"
+#include "tests/support/status_matchers.h"
+
+namespace statetap::cuda {
+namespace {
+
+using testing::DeviceArray;
+
+std::vector<int> Devices(int world) {
+  std::vector<int> devices;
+  for (int rank = 0; rank < world; ++rank) devices.push_back(rank % NumGpus());
+  return devices;
+}
+
+// Runs body(rank, stream) on a thread a rank.
+template <typename Body>
+void OnRanks(DeviceGroup& group, const std::vector<int>& devices, const Body& body) {
+  std::vector<std::thread> threads;
+  for (size_t rank = 0; rank < devices.size(); ++rank) {
+    threads.emplace_back([&, rank] {
+      Check(cudaSetDevice(devices[rank]));
+      group.Join(static_cast<int>(rank));
+      const Stream stream;
+      body(static_cast<int>(rank), stream.get());
+      Check(cudaStreamSynchronize(stream.get()));
+    });
+  }
+  for (auto& thread : threads) thread.join();
+}
+
+// bf16 numbers of all sizes, none of them special; the same for the same seed.
+std::vector<uint16_t> SomeRows(size_t count, uint32_t seed) {
+  std::vector<uint16_t> bits(count);
+  std::mt19937 random(seed);
+  for (uint16_t& value : bits) {
+    const uint32_t draw = random();
+    value = static_cast<uint16_t>((draw & 0x80ff) | ((120 + (draw >> 16) % 14) << 7));
+  }
+  return bits;
+}
+
+class CudaGroupTest : public ::testing::TestWithParam<std::tuple<CudaOptions::Comm, int>> {
+ protected:
+  // Empty, or why these ranks cannot be had here.
+  std::string Missing() const {
+    if (comm() != CudaOptions::Comm::kNccl) return "";
+    if (!HasNccl()) return "this build has no NCCL";
+    return world() > NumGpus() ? "NCCL wants a GPU a rank" : "";
+  }
+  static CudaOptions::Comm comm() { return std::get<0>(GetParam()); }
+  static int world() { return std::get<1>(GetParam()); }
+};
+
+// One exchange of rows × width, sharded or not, and the gathering of what came out.
+void Exchange(DeviceGroup& group, const std::vector<int>& devices,
+              const std::vector<std::vector<uint16_t>>& pool, size_t offset, int rows, int width,
+              bool sharded) {
+  const auto world = static_cast<int>(devices.size());
+  const auto count = static_cast<size_t>(rows) * static_cast<size_t>(width);
+  std::vector<std::vector<uint16_t>> sums(devices.size()), gathered(devices.size());
+  OnRanks(group, devices, [&](int rank, cudaStream_t stream) {
+    const RowRange own = sharded ? ShardOfRows(rows, rank, world) : RowRange{0, rows};
+    const auto own_count = static_cast<size_t>(own.count) * static_cast<size_t>(width);
+    DeviceArray<uint16_t> partial(count), sum(own_count), all(count);
+    Check(cudaMemcpyAsync(partial.data(), pool[static_cast<size_t>(rank)].data() + offset,
+                          count * 2, cudaMemcpyHostToDevice, stream));
+    const size_t row_bytes = static_cast<size_t>(width) * 2;
+    group.Reserve(rank, rows, row_bytes, sharded);
+    const auto parts = group.Share(rank, {partial.data(), rows, row_bytes, sharded}, stream);
+    SumAddNormParams p{};
+    for (size_t r = 0; r < devices.size(); ++r)
+      p.partial[r] = reinterpret_cast<const bf16*>(parts[r]);
+    p.world = world;
+    p.first_row = own.begin;
+    p.num_rows = own.count;
+    p.hidden = width;
+    p.residual = reinterpret_cast<bf16*>(sum.data());
+    p.replace = true;
+    SumAddNorm(p, stream);
+    group.Release(rank, stream);
+    if (sharded) group.GatherRows(rank, sum.data(), rows, row_bytes, all.data(), stream);
+    Check(cudaStreamSynchronize(stream));  // Release: the others have read, too
+    sums[static_cast<size_t>(rank)] = sharded ? all.Get() : sum.Get();
+  });
+  for (size_t rank = 1; rank < devices.size(); ++rank)
+    ASSERT_TRUE(sums[rank] == sums[0]) << "rank " << rank << ", " << rows << " x " << width;
+  for (size_t i = 0; i < count; ++i) {
+    float sum = Bf16ToFloat(pool[0][offset + i]);
+    for (size_t rank = 1; rank < devices.size(); ++rank)
+      sum += Bf16ToFloat(pool[rank][offset + i]);
+    if (sums[0][i] != FloatToBf16(sum))
+      FAIL() << "value " << i << " of " << rows << " x " << width << (sharded ? " sharded" : "");
+  }
+}
+
+TEST_P(CudaGroupTest, SumsAreTheSameBitsOnEveryRankAndOnTheCpu) {
+  SKIP_WITHOUT_GPU();
+  if (const std::string missing = Missing(); !missing.empty()) GTEST_SKIP() << missing;
+  const std::vector<int> devices = Devices(world());
+  const auto group = MakeGroup(devices, comm());
+  std::vector<std::vector<uint16_t>> pool;
+  for (int rank = 0; rank < world(); ++rank)
+    pool.push_back(SomeRows(300 * 7168, static_cast<uint32_t>(rank)));
+  for (const auto& [rows, width] : std::vector<std::pair<int, int>>{
+           {1, 1}, {1, 7168}, {3, 7}, {7, 128}, {64, 7168}, {257, 64}, {300, 7168}, {5, 8}}) {
+    for (const bool sharded : {false, true}) Exchange(*group, devices, pool, 0, rows, width, sharded);
+  }
+}
+
+// Two ranks, 2 B to 450 MB, sizes as likely in every decade: STATETAP_EXCHANGES of them [12].
+TEST_P(CudaGroupTest, RandomSizesUpToHalfAGigabyte) {
+  SKIP_WITHOUT_GPU();
+  if (world() != 2) GTEST_SKIP() << "two ranks only";
+  if (const std::string missing = Missing(); !missing.empty()) GTEST_SKIP() << missing;
+  const char* asked = std::getenv("STATETAP_EXCHANGES");
+  const int exchanges = asked == nullptr ? 12 : std::atoi(asked);
+  const std::vector<int> devices = Devices(2);
+  const auto group = MakeGroup(devices, comm());
+  constexpr size_t kMost = 225'000'000;
+  std::vector<std::vector<uint16_t>> pool(2);
+  for (size_t rank = 0; rank < 2; ++rank) pool[rank] = SomeRows(kMost, static_cast<uint32_t>(rank));
+  std::mt19937 random(7);
+  double bytes = 0;
+  for (int i = 0; i < exchanges; ++i) {
+    const double share = std::generate_canonical<double, 32>(random);
+    auto count = static_cast<size_t>(std::exp(share * std::log(static_cast<double>(kMost))));
+    if (i == 0) count = 1;
+    if (i == 1) count = kMost;
+    const int width = count >= 7168 ? 7168 : static_cast<int>(1 + random() % count);
+    const int rows = static_cast<int>(count / static_cast<size_t>(width));
+    const size_t used = static_cast<size_t>(rows) * static_cast<size_t>(width);
+    Exchange(*group, devices, pool, random() % (kMost - used + 1) / 8 * 8, rows, width, i % 2 == 0);
+    if (HasFatalFailure()) return;
+    bytes += static_cast<double>(used) * 2;
+  }
+  fmt::print("2 ranks over {}: {} exchanges, {:.1f} GB in all, equal bit for bit and to the CPU\n",
+             group->name(), exchanges, bytes / 1e9);
+}
+
+INSTANTIATE_TEST_SUITE_P(Every, CudaGroupTest,
+                         ::testing::Combine(::testing::Values(CudaOptions::Comm::kPeer,
+                                                              CudaOptions::Comm::kNccl),
+                                            ::testing::Values(1, 2, 3, 8)),
+                         [](const auto& info) {
+                           return std::string(std::get<0>(info.param) == CudaOptions::Comm::kPeer
+                                                  ? "Peer"
+                                                  : "Nccl") +
+                                  std::to_string(std::get<1>(info.param));
+                         });
+
+// A device that does not come to an end, its host thread awake.
+TEST(CudaGroupFaultTest, AStuckDeviceIsNoticed) {
+  SKIP_WITHOUT_GPU();
+  const auto backends = MakeCudaBackends(2, {});
+  std::atomic<bool> go_on = false;
+  {
+    RankGroup ranks(backends, std::chrono::milliseconds(500));
+    const absl::Status status = ranks.RunAll([&](int rank) {
+      auto& backend = static_cast<CudaBackend&>(*backends[static_cast<size_t>(rank)]);
+      Check(cudaSetDevice(rank % NumGpus()));
+      if (rank == 1) {
+        Check(cudaLaunchHostFunc(
+            backend.stream(),
+            [](void* flag) {
+              while (!*static_cast<std::atomic<bool>*>(flag)) std::this_thread::yield();
+            },
+            &go_on));
+      }
+      backend.Finish();
+    });
+    EXPECT_THAT(status, testing::StatusIs(absl::StatusCode::kUnavailable, "a device is stuck"));
+  }
+  go_on = true;
+}
+
+}  // namespace
+}  // namespace statetap::cuda
