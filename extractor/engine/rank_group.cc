@@ -74,7 +74,7 @@ absl::Status RankGroup::RunAll(std::function<void(int)> body) {
     state_->done.wait_for(lock, kAnswers, all_done);
     std::string which;
     for (const int rank : state_->Inside()) which += fmt::format(" {}", rank);
-    which = which.empty() ? "a device is stuck" : fmt::format("stuck: rank{}", which);
+    which = which.empty() ? "a device is stuck, or slow" : fmt::format("stuck: rank{}", which);
     LogError("a step did not end within {} ms ({})", patience_.count(), which);
     if (!failed) {
       state_->status = absl::UnavailableError(

@@ -97,8 +97,7 @@ void Exchange(DeviceGroup& group, const std::vector<int>& devices,
     ASSERT_TRUE(sums[rank] == sums[0]) << "rank " << rank << ", " << rows << " x " << width;
   for (size_t i = 0; i < count; ++i) {
     float sum = Bf16ToFloat(pool[0][offset + i]);
-    for (size_t rank = 1; rank < devices.size(); ++rank)
-      sum += Bf16ToFloat(pool[rank][offset + i]);
+    for (size_t rank = 1; rank < devices.size(); ++rank) sum += Bf16ToFloat(pool[rank][offset + i]);
     if (sums[0][i] != FloatToBf16(sum))
       FAIL() << "value " << i << " of " << rows << " x " << width << (sharded ? " sharded" : "");
   }
@@ -114,7 +113,8 @@ TEST_P(CudaGroupTest, SumsAreTheSameBitsOnEveryRankAndOnTheCpu) {
     pool.push_back(SomeRows(300 * 7168, static_cast<uint32_t>(rank)));
   for (const auto& [rows, width] : std::vector<std::pair<int, int>>{
            {1, 1}, {1, 7168}, {3, 7}, {7, 128}, {64, 7168}, {257, 64}, {300, 7168}, {5, 8}}) {
-    for (const bool sharded : {false, true}) Exchange(*group, devices, pool, 0, rows, width, sharded);
+    for (const bool sharded : {false, true})
+      Exchange(*group, devices, pool, 0, rows, width, sharded);
   }
 }
 
@@ -148,16 +148,14 @@ TEST_P(CudaGroupTest, RandomSizesUpToHalfAGigabyte) {
              group->name(), exchanges, bytes / 1e9);
 }
 
-INSTANTIATE_TEST_SUITE_P(Every, CudaGroupTest,
-                         ::testing::Combine(::testing::Values(CudaOptions::Comm::kPeer,
-                                                              CudaOptions::Comm::kNccl),
-                                            ::testing::Values(1, 2, 3, 8)),
-                         [](const auto& info) {
-                           return std::string(std::get<0>(info.param) == CudaOptions::Comm::kPeer
-                                                  ? "Peer"
-                                                  : "Nccl") +
-                                  std::to_string(std::get<1>(info.param));
-                         });
+INSTANTIATE_TEST_SUITE_P(
+    Every, CudaGroupTest,
+    ::testing::Combine(::testing::Values(CudaOptions::Comm::kPeer, CudaOptions::Comm::kNccl),
+                       ::testing::Values(1, 2, 3, 8)),
+    [](const auto& info) {
+      return std::string(std::get<0>(info.param) == CudaOptions::Comm::kPeer ? "Peer" : "Nccl") +
+             std::to_string(std::get<1>(info.param));
+    });
 
 // A device that does not come to an end, its host thread awake.
 TEST(CudaGroupFaultTest, AStuckDeviceIsNoticed) {

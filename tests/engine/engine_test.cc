@@ -278,7 +278,7 @@ TEST(EngineFaultTest, AStuckRankEndsTheRunAsUnavailableWithinTheStepTimeout) {
   std::promise<void> wake;
   EngineOptions options;
   options.ranks = 4;
-  options.step_timeout = std::chrono::milliseconds(500);
+  options.step_timeout = std::chrono::seconds(4);  // of a busy machine
   options.before_step = [woken = wake.get_future().share()](int rank, int64_t step) {
     if (rank == 2 && step == 5) woken.wait();
   };
@@ -287,7 +287,7 @@ TEST(EngineFaultTest, AStuckRankEndsTheRunAsUnavailableWithinTheStepTimeout) {
   const auto begin = std::chrono::steady_clock::now();
   EXPECT_THAT(engine->Run(harness, harness),
               testing::StatusIs(absl::StatusCode::kUnavailable, "stuck: rank 2"));
-  EXPECT_LT(std::chrono::steady_clock::now() - begin, std::chrono::seconds(10));
+  EXPECT_LT(std::chrono::steady_clock::now() - begin, std::chrono::seconds(30));
   engine = nullptr;  // does not wait for the stuck rank,
   wake.set_value();  // which finds that it is too late, and nothing gone that it works on
   std::this_thread::sleep_for(std::chrono::milliseconds(200));

@@ -35,8 +35,8 @@ class NcclGroup final : public DeviceGroup {
     CheckNccl(ncclGroupStart());
     for (size_t rank = 0; rank < devices.size(); ++rank) {
       Check(cudaSetDevice(devices[rank]));
-      CheckNccl(ncclCommInitRankConfig(&ranks_[rank].comm, world(), id, static_cast<int>(rank),
-                                       &config));
+      CheckNccl(
+          ncclCommInitRankConfig(&ranks_[rank].comm, world(), id, static_cast<int>(rank), &config));
     }
     CheckNccl(ncclGroupEnd());
     for (size_t rank = 0; rank < devices.size(); ++rank) Await(static_cast<int>(rank));
@@ -50,8 +50,8 @@ class NcclGroup final : public DeviceGroup {
   void Join(int) override {}
 
   void Reserve(int rank, int num_rows, size_t row_bytes, bool sharded) override {
-    const auto rows = static_cast<size_t>(sharded ? ShardOfRows(num_rows, 0, world()).count
-                                                  : num_rows);
+    const auto rows =
+        static_cast<size_t>(sharded ? ShardOfRows(num_rows, 0, world()).count : num_rows);
     if (world() > 1) of(rank).staging.Reserve(rows * row_bytes * static_cast<size_t>(world() - 1));
   }
 
