@@ -32,8 +32,8 @@ enum ExitCode : int {
 class Context {
  public:
   struct Terminal {
-    bool out = false, err = false;  // are they terminals?
-    int width = 80;                 // columns
+    bool in = false, out = false, err = false;  // are they terminals?
+    int width = 80;                             // columns
   };
   Context(std::ostream& out, std::ostream& err, Terminal terminal)
       : out(out), err(err), terminal(terminal) {}
@@ -46,6 +46,8 @@ class Context {
 
   // A message on standard error; not with --quiet.
   void Say(std::string_view line);
+  // Asks a person at the terminal; INVALID_ARGUMENT where nobody can answer.
+  absl::StatusOr<bool> Confirm(std::string_view question);
   // One line of JSON on standard output.
   void PrintJson(const Json& value);
   // The width tables have to keep to on standard output; 0: none.

@@ -8,8 +8,8 @@
 namespace statetap {
 
 Command SubmitCommand();
-std::vector<Command> JobCommands();     // list, show, watch, cancel
-std::vector<Command> SampleCommands();  // samples, rejected
+std::vector<Command> JobCommands();     // list, show, watch, pause, resume, cancel, retry, delete
+std::vector<Command> SampleCommands();  // samples, rejected, exclude
 std::vector<Command> ShardCommands();   // shards, check
 Command TokensCommand();
 Command StatsCommand();

@@ -1,3 +1,5 @@
+#include <iostream>
+
 #include "client/cli/command.h"
 #include "extractor/base/json.h"
 
@@ -20,6 +22,15 @@ void Context::Interrupt() {
 
 void Context::Say(std::string_view line) {
   if (!quiet) err << line << '\n' << std::flush;
+}
+
+absl::StatusOr<bool> Context::Confirm(std::string_view question) {
+  if (!terminal.in || !terminal.err)
+    return absl::InvalidArgumentError("nobody is there to ask: give --yes to go on without");
+  err << question << " [y/N] " << std::flush;
+  std::string answer;
+  std::getline(std::cin, answer);
+  return answer == "y" || answer == "Y" || answer == "yes";
 }
 
 void Context::PrintJson(const Json& value) { out << DumpJson(value) << '\n' << std::flush; }

@@ -1,7 +1,8 @@
-// list, show, watch, cancel.
+// list, show, watch, pause, resume, cancel, retry, delete.
 #include "client/cli/commands.h"
 #include "client/cli/job_text.h"
 #include "client/cli/table.h"
+#include "client/cli/text_width.h"
 #include "client/lib/proto_json.h"
 #include "extractor/base/json.h"
 
@@ -54,10 +55,53 @@ absl::StatusOr<int> Show(Context& context, const std::string& job) {
   return kExitDone;
 }
 
-absl::StatusOr<int> Cancel(Context& context, const std::string& job) {
+template <absl::StatusOr<v1::Job> (Client::*act)(const std::string&)>
+absl::StatusOr<int> Control(Context& context, const std::string& job) {
   STATETAP_ASSIGN_OR_RETURN(Client* const client, context.client());
-  STATETAP_ASSIGN_OR_RETURN(const v1::Job state, client->CancelJob(job));
+  STATETAP_ASSIGN_OR_RETURN(const v1::Job state, (client->*act)(job));
   PrintJob(context, state);
+  return kExitDone;
+}
+
+absl::StatusOr<int> Retry(Context& context, const std::string& job) {
+  STATETAP_ASSIGN_OR_RETURN(Client* const client, context.client());
+  STATETAP_ASSIGN_OR_RETURN(const v1::RetryJobResponse answer, client->RetryJob(job));
+  if (context.json) {
+    context.PrintJson(JsonOf(answer));
+    return kExitDone;
+  }
+  context.out << DescribeJob(answer.job());
+  context.Say(fmt::format("{} samples run again; follow them with `statetap watch {}`",
+                          FormatCount(answer.retried()), job));
+  if (answer.kept() > 0)
+    context.Say(
+        fmt::format("{} stay rejected: they were refused as they came in; mend them and "
+                    "submit them as a new job",
+                    FormatCount(answer.kept())));
+  return kExitDone;
+}
+
+absl::StatusOr<int> Delete(Context& context, const std::string& job, bool yes) {
+  STATETAP_ASSIGN_OR_RETURN(Client* const client, context.client());
+  if (!yes) {
+    STATETAP_ASSIGN_OR_RETURN(const v1::Job state, client->GetJob(job));
+    STATETAP_ASSIGN_OR_RETURN(const bool confirmed,
+                              context.Confirm(fmt::format(
+                                  "Delete {} \"{}\" with {} stored samples, {} in {}?", state.id(),
+                                  Printable(state.name()), FormatCount(state.counts().stored()),
+                                  FormatBytes(state.bytes()), state.shards_path())));
+    if (!confirmed) {
+      context.Say("nothing was deleted");
+      return kExitFailed;
+    }
+  }
+  STATETAP_ASSIGN_OR_RETURN(const v1::DeleteJobResponse gone, client->DeleteJob(job));
+  if (context.json) {
+    context.PrintJson(JsonOf(gone));
+  } else {
+    context.out << fmt::format("deleted; {} shards, {}\n", FormatCount(gone.shards()),
+                               FormatBytes(gone.bytes()));
+  }
   return kExitDone;
 }
 
@@ -93,12 +137,29 @@ std::vector<Command> JobCommands() {
                                  "More rejected samples than N or P% exit with 3 [0]");
                   return [=](Context& context) { return Watch(context, *job, *allowed); };
                 }};
-  return {list,
-          JobCommand("show", "A job's state, counts, tokens, rate and shards",
-                     "Example:\n  statetap show prompts.jsonl", Show),
-          watch,
-          JobCommand("cancel", "Ends a job; stored samples stay", "Example:\n  statetap cancel JOB",
-                     Cancel)};
+  Command remove{"delete", "Removes a job, its samples and its shards; asks first",
+                 "Examples:\n  statetap delete JOB\n  statetap delete JOB --yes",
+                 [](CLI::App& app) -> Runner {
+                   const auto job = AddJob(app);
+                   auto yes = std::make_shared<bool>(false);
+                   app.add_flag("--yes", *yes, "Do not ask");
+                   return [=](Context& context) { return Delete(context, *job, *yes); };
+                 }};
+  return {
+      list,
+      JobCommand("show", "A job's state, counts, tokens, rate and shards",
+                 "Example:\n  statetap show prompts.jsonl", Show),
+      watch,
+      JobCommand("pause",
+                 "Stops a job until `resume`; what is complete is stored, the rest begins again",
+                 "Example:\n  statetap pause JOB", Control<&Client::PauseJob>),
+      JobCommand("resume", "Goes on with a paused job", "Example:\n  statetap resume JOB",
+                 Control<&Client::ResumeJob>),
+      JobCommand("cancel", "Ends a job; stored samples stay", "Example:\n  statetap cancel JOB",
+                 Control<&Client::CancelJob>),
+      JobCommand("retry", "Runs a job's rejected samples again",
+                 "Example:\n  statetap rejected JOB && statetap retry JOB", Retry),
+      remove};
 }
 
 }  // namespace statetap

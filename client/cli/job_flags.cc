@@ -63,6 +63,7 @@ absl::Status SetSampling(const JobFlags& flags, v1::JobOptions& options) {
 absl::Status SetCapture(const JobFlags& flags, v1::JobOptions& options) {
   options.set_name(flags.name);
   options.set_no_final(flags.no_final);
+  options.set_priority(flags.priority);
   if (!flags.taps.empty()) {
     STATETAP_ASSIGN_OR_RETURN(const std::vector<int> taps, ParseTaps(flags.taps));
     options.mutable_taps()->Assign(taps.begin(), taps.end());
@@ -172,6 +173,9 @@ void AddCaptureFlags(CLI::App& app, JobFlags& flags) {
       ->group("Capture");
   app.add_option("--eval-fraction", flags.eval_fraction,
                  "Share of samples that are marked for evaluation, by a hash of their ids [0]")
+      ->group("Capture");
+  app.add_option("--priority", flags.priority,
+                 "Jobs of a higher one run first; equals take turns [0]")
       ->group("Capture");
   app.add_option("--shard-bytes", flags.shard_bytes, "Size at which a shard is closed [4GiB]")
       ->group("Capture");

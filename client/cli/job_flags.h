@@ -22,6 +22,7 @@ struct JobFlags {
   bool no_final = false;
   std::optional<int64_t> max_length;
   std::optional<double> eval_fraction;
+  int32_t priority = 0;
 };
 
 void AddTextFlags(CLI::App& app, JobFlags& flags);

@@ -40,18 +40,6 @@ absl::Status AsDamage(const absl::Status& status) {
   return absl::IsInvalidArgument(status) ? absl::DataLossError(status.message()) : status;
 }
 
-std::optional<double> MeanLogprob(const SampleRecord& record) {
-  double sum = 0;
-  int64_t count = 0;
-  if (record.finish_reason == "prefill") return std::nullopt;  // nothing was sampled
-  for (auto t = static_cast<size_t>(record.prompt_tokens); t < record.logprobs.size(); ++t) {
-    if (std::isnan(record.logprobs[t])) continue;
-    sum += record.logprobs[t];
-    ++count;
-  }
-  return count == 0 ? std::nullopt : std::optional(sum / static_cast<double>(count));
-}
-
 v1::BoundaryStatistics Message(int boundary, const BoundaryStatistics& from) {
   v1::BoundaryStatistics to;
   const BoundaryStatistics::Overall overall = from.Summary();
@@ -118,11 +106,11 @@ v1::Sample SampleMessage(const ShardReader& shard, const SampleEntry& entry,
   sample.set_split(entry.split);
   sample.set_prompt_tokens(entry.prompt_tokens);
   sample.set_tokens(static_cast<int32_t>(entry.rows));
-  sample.set_supervised_tokens(static_cast<int32_t>(
-      std::count(record.loss_mask.begin(), record.loss_mask.end(), uint8_t{1})));
+  const SampleFacts facts = FactsOf(record);
+  sample.set_supervised_tokens(static_cast<int32_t>(facts.supervised_tokens));
   sample.set_finish_reason(entry.finish_reason);
   sample.set_truncated(entry.truncated);
-  if (const std::optional<double> mean = MeanLogprob(record)) sample.set_mean_logprob(*mean);
+  if (facts.logprob) sample.set_mean_logprob(*facts.logprob);
   sample.set_meta_json(entry.meta_json);
   sample.set_shard(shard.path().filename().string());
   sample.set_row(entry.first_row);

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "extractor/base/status.h"
+#include "extractor/shard/sample_filter.h"
 #include "extractor/shard/shard_reader.h"
 #include "statetap/v1/features.pb.h"
 #include "statetap/v1/jobs.pb.h"

@@ -38,9 +38,11 @@ void HandleInterrupts(statetap::Context& context) {
 }  // namespace
 
 int main(int argc, char** argv) {
+  const bool in = isatty(STDIN_FILENO) != 0;
   const bool out = isatty(STDOUT_FILENO) != 0, err = isatty(STDERR_FILENO) != 0;
   const int width = WidthOf(out ? STDOUT_FILENO : STDERR_FILENO);
-  statetap::Context context(std::cout, std::cerr, {.out = out, .err = err, .width = width});
+  statetap::Context context(std::cout, std::cerr,
+                            {.in = in, .out = out, .err = err, .width = width});
   HandleInterrupts(context);
   const int code = statetap::RunApp(std::vector<std::string>(argv + 1, argv + argc), context);
   std::cout.flush();

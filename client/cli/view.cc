@@ -95,10 +95,11 @@ absl::StatusOr<std::vector<std::string>> AllIds(Context& context, const Source& 
     return ids;
   }
   STATETAP_ASSIGN_OR_RETURN(Client* const client, context.client());
-  STATETAP_RETURN_IF_ERROR(client->ForEachSample(source.job, [&](const v1::Sample& sample) {
-    ids.push_back(sample.id());
-    return absl::OkStatus();
-  }));
+  STATETAP_RETURN_IF_ERROR(
+      client->ForEachSample(source.job, /*where=*/"", [&](const v1::Sample& sample) {
+        ids.push_back(sample.id());
+        return absl::OkStatus();
+      }));
   return ids;
 }
 

@@ -15,6 +15,14 @@ constexpr std::chrono::milliseconds kStatisticsDeadline{300'000};
 // quiet job, without pings that servers count as abuse.
 constexpr std::chrono::seconds kWatchPeriod{120};
 constexpr std::chrono::milliseconds kNoDeadline{0};
+// Of calls that close a shard first: 4 GiB on a slow disk.
+constexpr std::chrono::milliseconds kControlDeadline{300'000};
+
+v1::GetJobRequest Named(const std::string& job) {
+  v1::GetJobRequest request;
+  request.set_job(job);
+  return request;
+}
 
 std::shared_ptr<grpc::Channel> MakeChannel(const std::string& server) {
   grpc::ChannelArguments arguments;
@@ -137,9 +145,8 @@ absl::StatusOr<Response> Client::Ask(Method method, const Request& request,
   }
 
 absl::StatusOr<v1::Job> Client::GetJob(const std::string& job) {
-  v1::GetJobRequest request;
-  request.set_job(job);
-  return Ask<v1::Job>(STATETAP_UNARY(jobs_, GetJob), request, options_.deadline, options_.attempts);
+  return Ask<v1::Job>(STATETAP_UNARY(jobs_, GetJob), Named(job), options_.deadline,
+                      options_.attempts);
 }
 
 absl::StatusOr<std::vector<v1::Job>> Client::ListJobs() {
@@ -152,9 +159,34 @@ absl::StatusOr<std::vector<v1::Job>> Client::ListJobs() {
 }
 
 absl::StatusOr<v1::Job> Client::CancelJob(const std::string& job) {
-  v1::GetJobRequest request;
-  request.set_job(job);
-  return Ask<v1::Job>(STATETAP_UNARY(jobs_, CancelJob), request, options_.deadline, /*attempts=*/1);
+  return Ask<v1::Job>(STATETAP_UNARY(jobs_, CancelJob), Named(job), kControlDeadline,
+                      /*attempts=*/1);
+}
+
+absl::StatusOr<v1::Job> Client::PauseJob(const std::string& job) {
+  return Ask<v1::Job>(STATETAP_UNARY(jobs_, PauseJob), Named(job), kControlDeadline,
+                      /*attempts=*/1);
+}
+
+absl::StatusOr<v1::Job> Client::ResumeJob(const std::string& job) {
+  return Ask<v1::Job>(STATETAP_UNARY(jobs_, ResumeJob), Named(job), kControlDeadline,
+                      /*attempts=*/1);
+}
+
+absl::StatusOr<v1::RetryJobResponse> Client::RetryJob(const std::string& job) {
+  return Ask<v1::RetryJobResponse>(STATETAP_UNARY(jobs_, RetryJob), Named(job), kControlDeadline,
+                                   /*attempts=*/1);
+}
+
+absl::StatusOr<v1::DeleteJobResponse> Client::DeleteJob(const std::string& job) {
+  return Ask<v1::DeleteJobResponse>(STATETAP_UNARY(jobs_, DeleteJob), Named(job), kControlDeadline,
+                                    /*attempts=*/1);
+}
+
+absl::StatusOr<v1::ExcludeSamplesResponse> Client::ExcludeSamples(
+    const v1::ExcludeSamplesRequest& request) {
+  return Ask<v1::ExcludeSamplesResponse>(STATETAP_UNARY(jobs_, ExcludeSamples), request,
+                                         kControlDeadline, options_.attempts);
 }
 
 absl::StatusOr<v1::ListShardsResponse> Client::ListShards(const std::string& job) {
@@ -185,10 +217,11 @@ absl::StatusOr<v1::ModelDescription> Client::DescribeModel() {
                                    options_.attempts);
 }
 
-absl::Status Client::ForEachSample(const std::string& job,
+absl::Status Client::ForEachSample(const std::string& job, const std::string& where,
                                    const std::function<absl::Status(const v1::Sample&)>& visit) {
   v1::ListSamplesRequest request;
   request.set_job(job);
+  request.set_where(where);
   do {
     STATETAP_ASSIGN_OR_RETURN(
         const v1::ListSamplesResponse page,

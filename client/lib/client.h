@@ -49,6 +49,12 @@ class Client {
   absl::StatusOr<v1::Job> GetJob(const std::string& job);
   absl::StatusOr<std::vector<v1::Job>> ListJobs();
   absl::StatusOr<v1::Job> CancelJob(const std::string& job);
+  absl::StatusOr<v1::Job> PauseJob(const std::string& job);
+  absl::StatusOr<v1::Job> ResumeJob(const std::string& job);
+  absl::StatusOr<v1::RetryJobResponse> RetryJob(const std::string& job);
+  absl::StatusOr<v1::DeleteJobResponse> DeleteJob(const std::string& job);
+  absl::StatusOr<v1::ExcludeSamplesResponse> ExcludeSamples(
+      const v1::ExcludeSamplesRequest& request);
   // The job now and after every change, until it ended or `on_change` answers false; returns the
   // last state. Goes on through restarts of the server within `patience`; `on_lost` (may be null)
   // hears of each break.
@@ -56,8 +62,8 @@ class Client {
                                    const std::function<bool(const v1::Job&)>& on_change,
                                    const std::function<void(const absl::Status&)>& on_lost);
 
-  // Page by page, all of them.
-  absl::Status ForEachSample(const std::string& job,
+  // Page by page, all of them that `where` holds for.
+  absl::Status ForEachSample(const std::string& job, const std::string& where,
                              const std::function<absl::Status(const v1::Sample&)>& visit);
   absl::Status ForEachRejected(const std::string& job,
                                const std::function<absl::Status(const v1::Rejected&)>& visit);

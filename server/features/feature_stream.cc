@@ -43,15 +43,23 @@ FeatureStream::~FeatureStream() {
 }
 
 absl::Status FeatureStream::Run(const FeatureOutlet& outlet) {
+  absl::Status status = SendAll(outlet);
+  // Whatever it stumbled over then.
+  if (!status.ok() && absl::IsNotFound(store_.GetJob(job_.key).status()))
+    return absl::NotFoundError(fmt::format("job {} was deleted during the stream", job_.id));
+  return status;
+}
+
+absl::Status FeatureStream::SendAll(const FeatureOutlet& outlet) {
   int64_t samples = 0;
   JobState state = job_.state;
   while (true) {
     STATETAP_ASSIGN_OR_RETURN(const bool sent, SendNext(outlet));
     samples += sent ? 1 : 0;
     if (sent) continue;
+    STATETAP_ASSIGN_OR_RETURN(const JobRecord now, store_.GetJob(job_.key));
     // Ended is looked at before the last look for samples: none can come between.
     if (!start_.follow() || HasEnded(state)) break;
-    STATETAP_ASSIGN_OR_RETURN(const JobRecord now, store_.GetJob(job_.key));
     state = now.state;
     STATETAP_RETURN_IF_ERROR(WaitForMore());
   }

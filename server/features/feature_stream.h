@@ -45,6 +45,7 @@ class FeatureStream {
  private:
   FeatureStream(JobStore& store, ShardCache& shards, ConsumerGroups& groups,
                 const v1::StreamStart& start, JobRecord job);
+  absl::Status SendAll(const FeatureOutlet& outlet);
   absl::StatusOr<bool> SendNext(const FeatureOutlet& outlet);
   absl::StatusOr<std::optional<IndexedSample>> LeaseNext();
   absl::Status WaitForCredit(uint64_t bytes);

@@ -29,6 +29,18 @@ absl::StatusOr<std::shared_ptr<const ShardReader>> ShardCache::Open(const JobRec
   return absl::NotFoundError(fmt::format("job {} has no shard {}", job.id, seq));
 }
 
+void ShardCache::Forget(const JobRecord& job, const std::vector<ShardRow>& shards) {
+  {
+    const std::lock_guard lock(mutex_);
+    std::erase_if(open_, [&](const Entry& entry) {
+      return std::any_of(shards.begin(), shards.end(),
+                         [&](const ShardRow& shard) { return shard.path == entry.path; });
+    });
+  }
+  const std::lock_guard lock(statistics_mutex_);
+  joined_.erase(job.key);
+}
+
 absl::StatusOr<std::shared_ptr<const ShardReader>> ShardCache::OpenAnew(
     const ShardRow& shard) const {
   STATETAP_ASSIGN_OR_RETURN(std::unique_ptr<ShardReader> reader,

@@ -26,6 +26,9 @@ class ShardCache {
   absl::StatusOr<std::shared_ptr<const ShardReader>> Open(const ShardRow& shard);
   absl::StatusOr<std::shared_ptr<const ShardReader>> Open(const JobRecord& job, int64_t seq);
 
+  // Of a deleted job: its files give up their space once nobody reads them.
+  void Forget(const JobRecord& job, const std::vector<ShardRow>& shards);
+
   // Past the cache: what is on disk now.
   absl::StatusOr<std::shared_ptr<const ShardReader>> OpenAnew(const ShardRow& shard) const;
 

@@ -137,6 +137,8 @@ absl::StatusOr<JobPlan> PlanJob(const v1::JobOptions& given, bool generate,
   plan.temperature_given = given.has_temperature();
   STATETAP_RETURN_IF_ERROR(FillLengths(options, model));
   STATETAP_RETURN_IF_ERROR(FillSampling(options, plan.text));
+  if (options.priority() < -100 || options.priority() > 100)
+    return Invalid("priority", options.priority(), "give -100 to 100");
   if (!(options.eval_fraction() >= 0 && options.eval_fraction() < 1))
     return Invalid("eval_fraction", options.eval_fraction(), "give 0 or more, below 1");
   if (capture == Capture::kNo) return plan;

@@ -8,6 +8,15 @@
 #include "server/jobs/recovery.h"
 
 namespace statetap {
+namespace {
+
+absl::Status CheckNotEnded(const JobRecord& job, std::string_view action) {
+  if (!HasEnded(job.state)) return absl::OkStatus();
+  return absl::FailedPreconditionError(fmt::format("job {} has ended ({}): there is nothing to {}",
+                                                   job.id, NameOf(job.state), action));
+}
+
+}  // namespace
 
 absl::StatusOr<std::unique_ptr<JobRunner>> JobRunner::Start(JobStore& store,
                                                             const ServedModel& model,
@@ -96,18 +105,63 @@ absl::Status JobRunner::Submit(const JobRecord& job) {
   return Activate(job);
 }
 
-absl::Status JobRunner::Cancel(const JobRecord& job) {
-  if (HasEnded(job.state)) {
-    return absl::FailedPreconditionError(fmt::format(
-        "job {} has ended ({}): there is nothing to cancel", job.id, NameOf(job.state)));
-  }
+absl::Status JobRunner::StopThen(int64_t key, ShardPipeline::Finished finished,
+                                 std::function<absl::Status()> then) {
   std::future<absl::Status> done;
   {
     const std::lock_guard lock(mutex_);
     if (draining_) return absl::UnavailableError("the server is shutting down; try again later");
-    done = pipeline_->Cancel(job.key);
+    done = pipeline_->Stop(key, finished, std::move(then));
   }
   return done.get();
+}
+
+absl::Status JobRunner::Cancel(const JobRecord& job) {
+  STATETAP_RETURN_IF_ERROR(CheckNotEnded(job, "cancel"));
+  return StopThen(job.key, ShardPipeline::Finished::kCommit,
+                  [&] { return store_.CancelRest(job.key); });
+}
+
+absl::Status JobRunner::Pause(const JobRecord& job) {
+  STATETAP_RETURN_IF_ERROR(CheckNotEnded(job, "pause"));
+  return StopThen(job.key, ShardPipeline::Finished::kCommit,
+                  [&] { return store_.MarkPaused(job.key, "paused; `statetap resume` goes on"); });
+}
+
+absl::Status JobRunner::Resume(const JobRecord& job) {
+  return StopThen(job.key, ShardPipeline::Finished::kCommit, [&]() -> absl::Status {
+    STATETAP_RETURN_IF_ERROR(store_.Resume(job.key));
+    return Activate(job);
+  });
+}
+
+// A running job reads what is to do in order and is past the rejected ones: it begins again.
+absl::StatusOr<JobStore::Retried> JobRunner::Retry(const JobRecord& job) {
+  JobStore::Retried retried;
+  const auto retry = [&]() -> absl::Status {
+    STATETAP_ASSIGN_OR_RETURN(retried, store_.Retry(job.key));
+    STATETAP_ASSIGN_OR_RETURN(const JobRecord now, store_.GetJob(job.key));
+    if (now.state == JobState::kPaused) return absl::OkStatus();
+    STATETAP_RETURN_IF_ERROR(store_.MarkQueued(job.key));
+    return Activate(now);
+  };
+  const bool was_running = ActiveOf(job.key) != nullptr;
+  const absl::Status status = StopThen(job.key, ShardPipeline::Finished::kCommit, retry);
+  if (!status.ok() && was_running) {
+    // Stopped for nothing: on with it.
+    const absl::StatusOr<JobRecord> now = store_.GetJob(job.key);
+    if (now.ok() && !HasEnded(now->state) && ActiveOf(job.key) == nullptr)
+      Activate(*now).IgnoreError();
+  }
+  STATETAP_RETURN_IF_ERROR(status);
+  return retried;
+}
+
+absl::Status JobRunner::Delete(const JobRecord& job) {
+  return StopThen(job.key, ShardPipeline::Finished::kDrop, [&]() -> absl::Status {
+    STATETAP_RETURN_IF_ERROR(store_.DeleteJob(job.key));
+    return RemoveShards(store_, folders_, job.id);
+  });
 }
 
 absl::StatusOr<std::shared_ptr<Answer>> JobRunner::Ask(SampleTask task) {

@@ -46,8 +46,15 @@ class JobRunner final : private SampleSource, private HiddenStateSink {
 
   // A job that was published a moment ago.
   absl::Status Submit(const JobRecord& job);
-  // Returns when the job's samples are stored or cancelled. FAILED_PRECONDITION where it has ended.
+  // Returns when the job's samples are stored or cancelled. FAILED_PRECONDITION where it has ended;
+  // UNAVAILABLE, here and in the following, while the server drains.
   absl::Status Cancel(const JobRecord& job);
+  // Returns when what is complete is committed. FAILED_PRECONDITION where the job has ended.
+  absl::Status Pause(const JobRecord& job);
+  absl::Status Resume(const JobRecord& job);
+  absl::StatusOr<JobStore::Retried> Retry(const JobRecord& job);
+  // The job is gone from the store and its shards from the disk.
+  absl::Status Delete(const JobRecord& job);
   // UNAVAILABLE while draining or where the engine has failed.
   absl::StatusOr<std::shared_ptr<Answer>> Ask(SampleTask task);
 
@@ -77,6 +84,8 @@ class JobRunner final : private SampleSource, private HiddenStateSink {
   JobRunner(JobStore& store, const ServedModel& model, Engine& engine, const ShardFolders& folders,
             const Options& options);
   absl::Status Activate(const JobRecord& record);
+  absl::Status StopThen(int64_t key, ShardPipeline::Finished finished,
+                        std::function<absl::Status()> then);
   void RunEngine();
   void StopJob(const ActiveJob& job);
   void Release(int64_t bytes);

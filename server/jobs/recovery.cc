@@ -5,6 +5,7 @@
 #include <set>
 #include <system_error>
 
+#include "extractor/base/file.h"
 #include "extractor/base/log.h"
 #include "extractor/shard/shard_reader.h"
 #include "server/jobs/job_plan.h"
@@ -30,7 +31,7 @@ absl::StatusOr<std::vector<StoredSample>> SamplesOf(const JobStore& store, const
     if (digest != entry.digest)
       return absl::FailedPreconditionError(fmt::format("sample \"{}\" is not to do", entry.id));
     STATETAP_ASSIGN_OR_RETURN(const SampleRecord record, shard.ReadRecord(static_cast<int64_t>(i)));
-    samples.push_back(FactsOf(record));
+    samples.push_back(StoredFacts(record));
     samples.back().position = static_cast<int64_t>(i);
     samples.back().row = entry.first_row;
   }
@@ -79,7 +80,29 @@ absl::Status RecoverFolder(JobStore& store, const JobRecord& job, const ShardFol
 
 }  // namespace
 
+absl::Status RemoveShards(JobStore& store, const ShardFolders& folders, const std::string& job) {
+  for (const auto& folder : folders.Folders(job)) {
+    std::error_code error;
+    for (const auto& file : std::filesystem::directory_iterator(folder, error)) {
+      const auto ending = file.path().extension();
+      if (ending != ".h5" && ending != ".partial") continue;
+      std::filesystem::remove(file.path(), error);
+      if (error) return ErrnoStatus(error.value(), "cannot remove", file.path());
+    }
+    if (error && error != std::errc::no_such_file_or_directory)
+      return ErrnoStatus(error.value(), "cannot read the folder", folder);
+    std::filesystem::remove(folder, error);  // stays where a person put something into it
+  }
+  return store.Forget(job);
+}
+
 absl::Status RecoverShards(JobStore& store, const ShardFolders& folders) {
+  STATETAP_ASSIGN_OR_RETURN(const std::vector<std::string> doomed, store.Doomed());
+  for (const std::string& job : doomed) {
+    const absl::Status status = RemoveShards(store, folders, job);
+    if (!status.ok())
+      LogError("{} was deleted, its shards are still there: {}", job, MessageOf(status));
+  }
   STATETAP_ASSIGN_OR_RETURN(const std::vector<JobRecord> jobs, store.ListJobs());
   for (const JobRecord& job : jobs) {
     for (const auto& folder : folders.Folders(job.id))

@@ -108,24 +108,15 @@ absl::StatusOr<FinishedSample> SampleAssembler::Finish(FinishReason reason) {
   return out;
 }
 
-StoredSample FactsOf(const SampleRecord& record) {
-  StoredSample facts;
-  facts.index = record.source_index;
-  facts.rows = static_cast<int64_t>(record.input_ids.size());
-  facts.finish = record.finish_reason;
-  facts.truncated = record.truncated;
-  facts.supervised = std::accumulate(record.loss_mask.begin(), record.loss_mask.end(), int64_t{0});
-  if (record.finish_reason == "prefill") return facts;
-  facts.generated = facts.rows - record.prompt_tokens;
-  double sum = 0;
-  int64_t count = 0;
-  for (size_t i = static_cast<size_t>(record.prompt_tokens); i < record.logprobs.size(); ++i) {
-    if (std::isnan(record.logprobs[i])) continue;
-    sum += double{record.logprobs[i]};
-    ++count;
-  }
-  if (count > 0) facts.mean_logprob = sum / static_cast<double>(count);
-  return facts;
+StoredSample StoredFacts(const SampleRecord& record) {
+  const SampleFacts facts = FactsOf(record);
+  return {.index = facts.index,
+          .rows = facts.tokens,
+          .finish = record.finish_reason,
+          .truncated = facts.truncated,
+          .mean_logprob = facts.logprob,
+          .supervised = facts.supervised_tokens,
+          .generated = facts.generated_tokens};
 }
 
 }  // namespace statetap

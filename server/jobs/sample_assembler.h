@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "extractor/engine/hidden_state_sink.h"
-#include "extractor/shard/shard_writer.h"
+#include "extractor/shard/sample_filter.h"
 #include "server/store/job_store.h"
 
 namespace statetap {
@@ -46,6 +46,6 @@ class SampleAssembler {
 };
 
 // What the store notes of a stored sample, position and row left out.
-StoredSample FactsOf(const SampleRecord& record);
+StoredSample StoredFacts(const SampleRecord& record);
 
 }  // namespace statetap

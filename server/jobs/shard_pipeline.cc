@@ -59,9 +59,15 @@ void ShardPipeline::PushRejected(ActiveJobPtr job, int64_t index, Rejection reje
   Push({std::move(job), nullptr, {{index, std::move(rejection)}}});
 }
 
-std::future<absl::Status> ShardPipeline::Cancel(int64_t key) {
+std::future<absl::Status> ShardPipeline::Stop(int64_t key, Finished finished,
+                                              std::function<absl::Status()> then) {
   auto promise = std::make_shared<std::promise<absl::Status>>();
-  Push({nullptr, [this, key, promise] { promise->set_value(CancelNow(key)); }, {}});
+  Push({nullptr,
+        [this, key, finished, promise, then = std::move(then)] {
+          StopNow(key, finished);
+          promise->set_value(then());
+        },
+        {}});
   return promise->get_future();
 }
 
@@ -119,7 +125,7 @@ void ShardPipeline::Append(const ActiveJobPtr& job, const FinishedSample& sample
   const std::vector<std::span<const uint16_t>> states(sample.states.begin(), sample.states.end());
   if (const absl::Status status = (*shard)->writer->Append(sample.record, states); !status.ok())
     return Fault(job, status);
-  StoredSample facts = FactsOf(sample.record);
+  StoredSample facts = StoredFacts(sample.record);
   facts.position = static_cast<int64_t>((*shard)->samples.size());
   facts.row = (*shard)->rows;
   (*shard)->rows += facts.rows;
@@ -182,17 +188,16 @@ void ShardPipeline::CloseIfNothingLeft(const ActiveJobPtr& job) {
   listener_.stopped(*job);
 }
 
-absl::Status ShardPipeline::CancelNow(int64_t key) {
+void ShardPipeline::StopNow(int64_t key, Finished finished) {
   retries_.erase(key);
   const ActiveJobPtr job = listener_.current(key);
-  if (job != nullptr && !job->stopped) {
-    job->stopped = true;
-    // What was finished counts; a shard that cannot be closed is as if it had never been begun.
-    const absl::Status status = Close(job);
-    if (!status.ok()) LogError("{}: {}", job->id, MessageOf(status));
-    listener_.stopped(*job);
-  }
-  return store_.CancelRest(key);
+  if (job == nullptr || job->stopped) return;
+  job->stopped = true;
+  if (finished == Finished::kDrop) open_.erase(key);
+  // What was finished counts; a shard that cannot be closed is as if it had never been begun.
+  const absl::Status status = Close(job);
+  if (!status.ok()) LogError("{}: {}", job->id, MessageOf(status));
+  listener_.stopped(*job);
 }
 
 void ShardPipeline::Fault(const ActiveJobPtr& job, const absl::Status& status) {

@@ -45,9 +45,12 @@ class ShardPipeline {
   // `reserved_bytes` of the host buffer are released once the sample is in its shard or dropped.
   void PushFinished(ActiveJobPtr job, FinishedSample sample, int64_t reserved_bytes);
   void PushRejected(ActiveJobPtr job, int64_t index, Rejection rejection);
-  // Stops the attempt, commits what it finished, then cancels the rest. The result comes when all
-  // that was pushed before is done.
-  std::future<absl::Status> Cancel(int64_t key);
+  // Stops the attempt that runs, commits or drops what it finished, forgets a retry that is due,
+  // and runs `then` on the pipeline's thread; its status comes when all that was pushed before is
+  // done.
+  enum class Finished { kCommit, kDrop };
+  std::future<absl::Status> Stop(int64_t key, Finished finished,
+                                 std::function<absl::Status()> then);
   // Closes every open shard and ends the thread. Pushing afterwards is not allowed.
   void Finish();
 
@@ -68,7 +71,7 @@ class ShardPipeline {
   void Work();
   void Append(const ActiveJobPtr& job, const FinishedSample& sample);
   void Reject(const ActiveJobPtr& job, std::span<const JobStore::RejectedSample> samples);
-  absl::Status CancelNow(int64_t key);
+  void StopNow(int64_t key, Finished finished);
   absl::StatusOr<OpenShard*> OpenShardOf(const ActiveJobPtr& job);
   absl::Status Close(const ActiveJobPtr& job);
   void CloseIfNothingLeft(const ActiveJobPtr& job);

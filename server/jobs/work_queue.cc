@@ -44,11 +44,15 @@ void WorkQueue::Remove(const ActiveJob& job) {
 
 std::optional<WorkQueue::Work> WorkQueue::Next(
     const std::function<bool(const ActiveJob&, const SampleRow&)>& fits) {
+  const auto goes_before = [](const Entry& a, const Entry& b) {
+    const int mine = a.job->plan.options.priority(), others = b.job->plan.options.priority();
+    return mine != others ? mine > others : a.last_turn < b.last_turn;
+  };
   const std::lock_guard lock(mutex_);
   Entry* first = nullptr;
   for (const auto& entry : entries_) {
     if (entry->ready.empty()) continue;
-    if (first == nullptr || entry->last_turn < first->last_turn) first = entry.get();
+    if (first == nullptr || goes_before(*entry, *first)) first = entry.get();
   }
   // One that does not fit yet is not overtaken: it would starve.
   if (first == nullptr || !fits(*first->job, first->ready.front())) return std::nullopt;

@@ -1,6 +1,7 @@
-// Which sample runs next: active jobs take turns, the one that started a sample longest ago first,
-// its samples in the order they were submitted. A thread of its own reads ahead from the store, so
-// that the engine's thread never waits for a disk. Thread safe.
+// Which sample runs next: of the active jobs of the highest priority that have one, each in turn
+// (the one that started a sample longest ago first), its samples in the order they were submitted.
+// A thread of its own reads ahead from the store, so that the engine's thread never waits for a
+// disk. Thread safe.
 #pragma once
 
 #include <condition_variable>

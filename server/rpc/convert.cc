@@ -105,6 +105,7 @@ v1::Sample ToProtoSample(const SampleListing& listing, std::string_view shard_na
   proto.set_shard(std::string(shard_name));
   proto.set_row(stored.row);
   proto.set_index(sample.index);
+  proto.set_excluded(listing.excluded);
   return proto;
 }
 

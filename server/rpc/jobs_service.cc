@@ -3,6 +3,7 @@
 #include <charconv>
 #include <chrono>
 #include <filesystem>
+#include <limits>
 #include <map>
 #include <thread>
 
@@ -54,6 +55,68 @@ grpc::Status Reply(absl::StatusOr<T> value, T* response) {
 absl::StatusOr<v1::Job> JobsService::Describe(const JobRecord& job) const {
   STATETAP_ASSIGN_OR_RETURN(const std::vector<ShardRow> shards, context_.store.Shards(job.key));
   return ToProto(job, context_.runner.LiveOf(job.key), context_.model, context_.folders, shards);
+}
+
+absl::StatusOr<v1::Job> JobsService::DescribeNow(const JobRecord& job) const {
+  STATETAP_ASSIGN_OR_RETURN(const JobRecord now, context_.store.GetJob(job.key));
+  return Describe(now);
+}
+
+grpc::Status JobsService::Control(const v1::GetJobRequest& request, v1::Job* response,
+                                  absl::Status (JobRunner::*act)(const JobRecord&)) {
+  const absl::StatusOr<JobRecord> job = context_.store.GetJob(request.job());
+  if (!job.ok()) return ToGrpc(job.status());
+  const absl::Status status = (context_.runner.*act)(*job);
+  return status.ok() ? Reply(DescribeNow(*job), response) : ToGrpc(status);
+}
+
+absl::StatusOr<v1::RetryJobResponse> JobsService::Retry(const JobRecord& job) {
+  STATETAP_RETURN_IF_ERROR(context_.runner.engine_status());
+  STATETAP_ASSIGN_OR_RETURN(const JobStore::Retried retried, context_.runner.Retry(job));
+  v1::RetryJobResponse response;
+  STATETAP_ASSIGN_OR_RETURN(*response.mutable_job(), DescribeNow(job));
+  response.set_retried(retried.retried);
+  response.set_kept(retried.kept);
+  return response;
+}
+
+absl::StatusOr<v1::DeleteJobResponse> JobsService::Delete(const JobRecord& job) {
+  STATETAP_ASSIGN_OR_RETURN(const std::vector<ShardRow> shards, context_.store.Shards(job.key));
+  STATETAP_RETURN_IF_ERROR(context_.runner.Delete(job));
+  context_.shards.Forget(job, shards);
+  v1::DeleteJobResponse response;
+  response.set_shards(static_cast<int64_t>(shards.size()));
+  for (const ShardRow& shard : shards) response.set_bytes(response.bytes() + shard.bytes);
+  LogInfo("{} \"{}\": deleted with {} shards, {} bytes", job.id, job.name, response.shards(),
+          response.bytes());
+  return response;
+}
+
+absl::StatusOr<v1::ExcludeSamplesResponse> JobsService::Exclude(
+    const v1::ExcludeSamplesRequest& request) {
+  STATETAP_ASSIGN_OR_RETURN(const JobRecord job, context_.store.GetJob(request.job()));
+  if (request.where().empty() == request.ids().empty())
+    return absl::InvalidArgumentError("where, ids: give one of the two");
+  STATETAP_ASSIGN_OR_RETURN(const SampleFilter filter, SampleFilter::Parse(request.where()));
+  std::vector<int64_t> indices;
+  for (const std::string& id : request.ids()) {
+    STATETAP_ASSIGN_OR_RETURN(const IndexedSample sample, context_.store.FindStored(job.key, id));
+    indices.push_back(sample.index);
+  }
+  if (request.ids().empty()) {
+    STATETAP_ASSIGN_OR_RETURN(
+        const auto listings,
+        context_.store.Stored(job.key, -1, std::numeric_limits<int64_t>::max(), filter));
+    for (const SampleListing& listing : listings) indices.push_back(listing.sample.index);
+  }
+  const auto exclusion =
+      request.include() ? JobStore::Exclusion::kInclude : JobStore::Exclusion::kExclude;
+  STATETAP_ASSIGN_OR_RETURN(const int64_t changed,
+                            context_.store.MarkExcluded(job.key, indices, exclusion));
+  v1::ExcludeSamplesResponse response;
+  STATETAP_ASSIGN_OR_RETURN(*response.mutable_job(), DescribeNow(job));
+  response.set_changed(changed);
+  return response;
 }
 
 absl::StatusOr<v1::Job> JobsService::Upload(grpc::ServerContext& call,
@@ -129,14 +192,37 @@ grpc::Status JobsService::WatchJob(grpc::ServerContext* call, const v1::GetJobRe
   return job.ok() ? grpc::Status::CANCELLED : ToGrpc(job.status());
 }
 
-grpc::Status JobsService::CancelJob(grpc::ServerContext* call, const v1::GetJobRequest* request,
+grpc::Status JobsService::CancelJob(grpc::ServerContext*, const v1::GetJobRequest* request,
                                     v1::Job* response) {
+  return Control(*request, response, &JobRunner::Cancel);
+}
+
+grpc::Status JobsService::PauseJob(grpc::ServerContext*, const v1::GetJobRequest* request,
+                                   v1::Job* response) {
+  return Control(*request, response, &JobRunner::Pause);
+}
+
+grpc::Status JobsService::ResumeJob(grpc::ServerContext*, const v1::GetJobRequest* request,
+                                    v1::Job* response) {
+  return Control(*request, response, &JobRunner::Resume);
+}
+
+grpc::Status JobsService::RetryJob(grpc::ServerContext*, const v1::GetJobRequest* request,
+                                   v1::RetryJobResponse* response) {
   const absl::StatusOr<JobRecord> job = context_.store.GetJob(request->job());
-  if (!job.ok()) return ToGrpc(job.status());
-  if (const absl::Status status = context_.runner.Cancel(*job); !status.ok()) return ToGrpc(status);
-  v1::GetJobRequest by_id;
-  by_id.set_job(job->id);
-  return GetJob(call, &by_id, response);
+  return job.ok() ? Reply(Retry(*job), response) : ToGrpc(job.status());
+}
+
+grpc::Status JobsService::DeleteJob(grpc::ServerContext*, const v1::GetJobRequest* request,
+                                    v1::DeleteJobResponse* response) {
+  const absl::StatusOr<JobRecord> job = context_.store.GetJob(request->job());
+  return job.ok() ? Reply(Delete(*job), response) : ToGrpc(job.status());
+}
+
+grpc::Status JobsService::ExcludeSamples(grpc::ServerContext*,
+                                         const v1::ExcludeSamplesRequest* request,
+                                         v1::ExcludeSamplesResponse* response) {
+  return Reply(Exclude(*request), response);
 }
 
 grpc::Status JobsService::ListSamples(grpc::ServerContext*, const v1::ListSamplesRequest* request,
@@ -144,8 +230,9 @@ grpc::Status JobsService::ListSamples(grpc::ServerContext*, const v1::ListSample
   const auto list = [&]() -> absl::Status {
     STATETAP_ASSIGN_OR_RETURN(const JobRecord job, context_.store.GetJob(request->job()));
     STATETAP_ASSIGN_OR_RETURN(const Page page, PageOf(*request));
+    STATETAP_ASSIGN_OR_RETURN(const SampleFilter filter, SampleFilter::Parse(request->where()));
     STATETAP_ASSIGN_OR_RETURN(const auto listings,
-                              context_.store.Stored(job.key, page.after, page.size));
+                              context_.store.Stored(job.key, page.after, page.size, filter));
     STATETAP_ASSIGN_OR_RETURN(const auto shards, context_.store.Shards(job.key));
     std::map<int64_t, std::string> names;
     for (const ShardRow& shard : shards)

@@ -21,6 +21,16 @@ class JobsService final : public v1::Jobs::Service {
                         grpc::ServerWriter<v1::Job>* writer) override;
   grpc::Status CancelJob(grpc::ServerContext* call, const v1::GetJobRequest* request,
                          v1::Job* response) override;
+  grpc::Status PauseJob(grpc::ServerContext* call, const v1::GetJobRequest* request,
+                        v1::Job* response) override;
+  grpc::Status ResumeJob(grpc::ServerContext* call, const v1::GetJobRequest* request,
+                         v1::Job* response) override;
+  grpc::Status RetryJob(grpc::ServerContext* call, const v1::GetJobRequest* request,
+                        v1::RetryJobResponse* response) override;
+  grpc::Status DeleteJob(grpc::ServerContext* call, const v1::GetJobRequest* request,
+                         v1::DeleteJobResponse* response) override;
+  grpc::Status ExcludeSamples(grpc::ServerContext* call, const v1::ExcludeSamplesRequest* request,
+                              v1::ExcludeSamplesResponse* response) override;
   grpc::Status ListSamples(grpc::ServerContext* call, const v1::ListSamplesRequest* request,
                            v1::ListSamplesResponse* response) override;
   grpc::Status ListRejected(grpc::ServerContext* call, const v1::ListSamplesRequest* request,
@@ -30,6 +40,13 @@ class JobsService final : public v1::Jobs::Service {
   absl::StatusOr<v1::Job> Upload(grpc::ServerContext& call,
                                  grpc::ServerReader<v1::CreateJobRequest>& reader);
   absl::StatusOr<v1::Job> Describe(const JobRecord& job) const;
+  absl::StatusOr<v1::Job> DescribeNow(const JobRecord& job) const;  // read again
+  // Finds the job, acts on it and describes it as it is then.
+  grpc::Status Control(const v1::GetJobRequest& request, v1::Job* response,
+                       absl::Status (JobRunner::*act)(const JobRecord&));
+  absl::StatusOr<v1::RetryJobResponse> Retry(const JobRecord& job);
+  absl::StatusOr<v1::DeleteJobResponse> Delete(const JobRecord& job);
+  absl::StatusOr<v1::ExcludeSamplesResponse> Exclude(const v1::ExcludeSamplesRequest& request);
   const ServiceContext context_;
 };
 

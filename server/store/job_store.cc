@@ -9,7 +9,13 @@
 namespace statetap {
 namespace {
 
-constexpr int kSchemaVersion = 1;
+constexpr int kSchemaVersion = 2;
+
+// From version i + 1 to i + 2.
+constexpr std::string_view kMigrations[] = {
+    "ALTER TABLE samples ADD COLUMN excluded INTEGER NOT NULL DEFAULT 0;"
+    "CREATE TABLE doomed (id TEXT PRIMARY KEY) WITHOUT ROWID;",
+};
 
 absl::Status PrepareSchema(SqlConnection& connection, const std::filesystem::path& file) {
   // WAL: readers go on beside the writer. FULL: a transaction that returned survives a power cut.
@@ -24,6 +30,13 @@ absl::Status PrepareSchema(SqlConnection& connection, const std::filesystem::pat
         file.string(), version, kSchemaVersion));
   }
   if (version == kSchemaVersion) return absl::OkStatus();
+  if (version > 0) {
+    for (; version < kSchemaVersion; ++version) {
+      STATETAP_RETURN_IF_ERROR(connection.Execute(fmt::format(
+          "BEGIN; {} PRAGMA user_version = {}; COMMIT;", kMigrations[version - 1], version + 1)));
+    }
+    return absl::OkStatus();
+  }
   return connection.Execute(fmt::format("BEGIN; {} COMMIT;", kSchemaSql));
 }
 

@@ -18,6 +18,7 @@
 #include <string_view>
 #include <vector>
 
+#include "extractor/shard/sample_filter.h"
 #include "server/store/sqlite.h"
 
 namespace statetap {
@@ -106,6 +107,7 @@ struct SampleListing {  // of `samples` and `rejected`
   SampleRow sample;     // without ids and mask
   StoredSample stored;
   int64_t shard = 0;
+  bool excluded = false;
 };
 
 // A stored sample that a stream sends.
@@ -162,6 +164,25 @@ class JobStore {
   // Every sample that is still to do.
   absl::Status RejectRest(int64_t key, const Rejection& rejection);
   absl::Status CancelRest(int64_t key);
+  // Of a queued, running or waiting job.
+  absl::Status MarkPaused(int64_t key, std::string_view message);
+  // From PAUSED to QUEUED; FAILED_PRECONDITION for a job that is not paused.
+  absl::Status Resume(int64_t key);
+  struct Retried {
+    int64_t retried = 0, kept = 0;  // kept: refused at admission, nothing of them is there
+  };
+  // Rejected samples are to do again and an ended job is queued. FAILED_PRECONDITION where none can
+  // be tried again.
+  absl::StatusOr<Retried> Retry(int64_t key);
+  // The job, its samples, shards and acknowledgements are gone, and its id is among Doomed() until
+  // Forget: its files are still to be removed.
+  absl::Status DeleteJob(int64_t key);
+  absl::StatusOr<std::vector<std::string>> Doomed() const;
+  absl::Status Forget(std::string_view id);
+  enum class Exclusion { kExclude, kInclude };
+  // Stored samples alone; how many were not so before.
+  absl::StatusOr<int64_t> MarkExcluded(int64_t key, std::span<const int64_t> indices,
+                                       Exclusion exclusion);
   absl::StatusOr<int64_t> NextShard(int64_t key);
   // All of the samples or none. FAILED_PRECONDITION where one of them is not to do.
   absl::Status CommitShard(int64_t key, const ShardRow& shard,
@@ -174,12 +195,14 @@ class JobStore {
   absl::StatusOr<std::vector<JobRecord>> ListJobs() const;  // newest first
   // To do with index > `after`, in order.
   absl::StatusOr<std::vector<SampleRow>> ToDo(int64_t key, int64_t after, int64_t limit) const;
-  absl::StatusOr<std::vector<SampleListing>> Stored(int64_t key, int64_t after,
-                                                    int64_t limit) const;
+  // Those that `filter` holds for, `limit` of them.
+  absl::StatusOr<std::vector<SampleListing>> Stored(int64_t key, int64_t after, int64_t limit,
+                                                    const SampleFilter& filter = {}) const;
   absl::StatusOr<std::vector<SampleListing>> Rejected(int64_t key, int64_t after,
                                                       int64_t limit) const;
   absl::StatusOr<std::vector<ShardRow>> Shards(int64_t key) const;  // in the order written
-  // Stored samples behind (shard, row) in stored order that `group` has not acknowledged.
+  // Stored samples behind (shard, row) in stored order that `group` has not acknowledged and that
+  // are not excluded.
   absl::StatusOr<std::vector<IndexedSample>> Unacknowledged(int64_t key, std::string_view group,
                                                             int64_t shard, int64_t row,
                                                             int64_t limit) const;

@@ -66,6 +66,14 @@ IndexedSample ReadIndexed(const SqlRow& row) {
   return {row.Int(0), row.Int(1), row.Int(2), row.Int(3), row.Int(4)};
 }
 
+SampleFacts FactsOf(const SampleListing& listing) {
+  const SampleRow& sample = listing.sample;
+  const StoredSample& stored = listing.stored;
+  return {sample.id,         sample.source,    sample.split,         stored.finish,
+          sample.meta_json,  sample.index,     sample.prompt_tokens, stored.rows,
+          stored.supervised, stored.generated, stored.mean_logprob,  stored.truncated};
+}
+
 }  // namespace
 
 absl::StatusOr<JobRecord> JobStore::GetJob(std::string_view id_or_name) const {
@@ -123,33 +131,43 @@ absl::StatusOr<std::vector<SampleRow>> JobStore::ToDo(int64_t key, int64_t after
 }
 
 absl::StatusOr<std::vector<SampleListing>> JobStore::Stored(int64_t key, int64_t after,
-                                                            int64_t limit) const {
+                                                            int64_t limit,
+                                                            const SampleFilter& filter) const {
   std::vector<SampleListing> samples;
-  const std::lock_guard lock(read_mutex_);
   static const std::string sql = fmt::format(
-      "SELECT {}, shard, position, row, rows, finish, mean_logprob, supervised, generated "
+      "SELECT {}, shard, position, row, rows, finish, mean_logprob, supervised, generated, "
+      "excluded "
       "FROM samples WHERE job = ? AND state = 1 AND idx > ? ORDER BY idx LIMIT ?",
       kSampleColumns);
-  STATETAP_RETURN_IF_ERROR(read_.Query(
-      sql,
-      [&](const SqlRow& row) {
-        constexpr int k = kNumSampleColumns;
-        SampleListing listing;
-        listing.sample = ReadSample(row);
-        listing.shard = row.Int(k);
-        StoredSample& stored = listing.stored;
-        stored.index = listing.sample.index;
-        stored.position = row.Int(k + 1);
-        stored.row = row.Int(k + 2);
-        stored.rows = row.Int(k + 3);
-        stored.finish = row.Text(k + 4);
-        stored.truncated = listing.sample.truncated;
-        stored.mean_logprob = row.OptionalReal(k + 5);
-        stored.supervised = row.Int(k + 6);
-        stored.generated = row.Int(k + 7);
-        samples.push_back(std::move(listing));
-      },
-      key, after, limit));
+  // A page of the table at a time, until enough of them pass.
+  for (int64_t seen = limit; seen == limit && static_cast<int64_t>(samples.size()) < limit;) {
+    seen = 0;
+    const std::lock_guard lock(read_mutex_);
+    STATETAP_RETURN_IF_ERROR(read_.Query(
+        sql,
+        [&](const SqlRow& row) {
+          ++seen;
+          after = row.Int(0);
+          if (static_cast<int64_t>(samples.size()) == limit) return;
+          constexpr int k = kNumSampleColumns;
+          SampleListing listing;
+          listing.sample = ReadSample(row);
+          listing.shard = row.Int(k);
+          StoredSample& stored = listing.stored;
+          stored.index = listing.sample.index;
+          stored.position = row.Int(k + 1);
+          stored.row = row.Int(k + 2);
+          stored.rows = row.Int(k + 3);
+          stored.finish = row.Text(k + 4);
+          stored.truncated = listing.sample.truncated;
+          stored.mean_logprob = row.OptionalReal(k + 5);
+          stored.supervised = row.Int(k + 6);
+          stored.generated = row.Int(k + 7);
+          listing.excluded = row.Int(k + 8) != 0;
+          if (filter.Holds(FactsOf(listing))) samples.push_back(std::move(listing));
+        },
+        key, after, limit));
+  }
   return samples;
 }
 
@@ -188,6 +206,14 @@ absl::StatusOr<std::vector<ShardRow>> JobStore::Shards(int64_t key) const {
   return shards;
 }
 
+absl::StatusOr<std::vector<std::string>> JobStore::Doomed() const {
+  std::vector<std::string> ids;
+  const std::lock_guard lock(read_mutex_);
+  STATETAP_RETURN_IF_ERROR(
+      read_.Query("SELECT id FROM doomed", [&](const SqlRow& row) { ids.push_back(row.Text(0)); }));
+  return ids;
+}
+
 absl::StatusOr<std::vector<IndexedSample>> JobStore::Unacknowledged(int64_t key,
                                                                     std::string_view group,
                                                                     int64_t shard, int64_t row,
@@ -196,7 +222,8 @@ absl::StatusOr<std::vector<IndexedSample>> JobStore::Unacknowledged(int64_t key,
   const std::lock_guard lock(read_mutex_);
   STATETAP_RETURN_IF_ERROR(read_.Query(
       "SELECT idx, shard, position, row, rows FROM samples s WHERE job = ?1 AND state = 1 "
-      "AND (shard, row) > (?2, ?3) AND NOT EXISTS (SELECT 1 FROM acks WHERE acks.job = ?1 "
+      "AND excluded = 0 AND (shard, row) > (?2, ?3) AND NOT EXISTS (SELECT 1 FROM acks WHERE "
+      "acks.job = ?1 "
       "AND consumer = ?4 AND acks.idx = s.idx) ORDER BY shard, row LIMIT ?5",
       [&](const SqlRow& found) { samples.push_back(ReadIndexed(found)); }, key, shard, row, group,
       limit));
@@ -207,8 +234,8 @@ absl::StatusOr<int64_t> JobStore::CountUnacknowledged(int64_t key, std::string_v
   int64_t count = 0;
   const std::lock_guard lock(read_mutex_);
   STATETAP_RETURN_IF_ERROR(read_.Query(
-      "SELECT (SELECT stored FROM jobs WHERE key = ?1) - "
-      "(SELECT COUNT(*) FROM acks WHERE job = ?1 AND consumer = ?2)",
+      "SELECT COUNT(*) FROM samples s WHERE job = ?1 AND state = 1 AND excluded = 0 AND NOT EXISTS "
+      "(SELECT 1 FROM acks WHERE acks.job = ?1 AND consumer = ?2 AND acks.idx = s.idx)",
       [&](const SqlRow& row) { count = row.Int(0); }, key, group));
   return count;
 }

@@ -21,6 +21,7 @@ absl::Status JobStore::VerifyCounts(int64_t key) {
       "OR to_do <> (SELECT COUNT(*) FROM samples WHERE job = ?1 AND state = 0) "
       "OR stored <> (SELECT COUNT(*) FROM samples WHERE job = ?1 AND state = 1) "
       "OR rejected <> (SELECT COUNT(*) FROM samples WHERE job = ?1 AND state = 2) "
+      "OR excluded <> (SELECT COUNT(*) FROM samples WHERE job = ?1 AND state = 1 AND excluded = 1) "
       "OR tokens <> (SELECT COALESCE(SUM(rows), 0) FROM shards WHERE job = ?1) "
       "OR (state IN (4, 5, 6)) <> (state <> 0 AND to_do = 0))",
       [&](const SqlRow& row) { wrong = row.Int(0); }, key));
@@ -126,6 +127,84 @@ absl::Status JobStore::CancelRest(int64_t key) {
     return write_.Run("UPDATE jobs SET cancelled = cancelled + to_do, to_do = 0 WHERE key = ?",
                       key);
   });
+}
+
+absl::Status JobStore::MarkPaused(int64_t key, std::string_view message) {
+  return Transact(key, [&] {
+    return write_.Run("UPDATE jobs SET state = 7, message = ? WHERE key = ? AND state IN (1, 2, 3)",
+                      message, key);
+  });
+}
+
+absl::Status JobStore::Resume(int64_t key) {
+  return Transact(key, [&]() -> absl::Status {
+    STATETAP_RETURN_IF_ERROR(
+        write_.Run("UPDATE jobs SET state = 1, message = '' WHERE key = ? AND state = 7", key));
+    if (write_.changes() == 1) return absl::OkStatus();
+    return absl::FailedPreconditionError("the job is not paused: there is nothing to resume");
+  });
+}
+
+absl::StatusOr<JobStore::Retried> JobStore::Retry(int64_t key) {
+  Retried result;
+  const auto retry = [&]() -> absl::Status {
+    STATETAP_RETURN_IF_ERROR(write_.Run(
+        "UPDATE samples SET state = 0, reason = NULL, layer = NULL, token = NULL, message = NULL "
+        "WHERE job = ? AND state = 2 AND ids IS NOT NULL",
+        key));
+    result.retried = write_.changes();
+    STATETAP_RETURN_IF_ERROR(write_.Query(
+        "SELECT rejected FROM jobs WHERE key = ?",
+        [&](const SqlRow& row) { result.kept = row.Int(0) - result.retried; }, key));
+    if (result.retried == 0) {
+      return absl::FailedPreconditionError(
+          result.kept == 0
+              ? "the job has no rejected samples: there is nothing to try again"
+              : fmt::format("all {} rejected samples were refused as they came in and nothing of "
+                            "them was kept: mend them (`statetap rejected` has the reasons) and "
+                            "submit them as a new job",
+                            result.kept));
+    }
+    return write_.Run(
+        "UPDATE jobs SET rejected = rejected - ?1, to_do = to_do + ?1, ended = 0, "
+        "message = CASE WHEN state IN (4, 5, 6) THEN '' ELSE message END, "
+        "state = CASE WHEN state IN (4, 5, 6) THEN 1 ELSE state END WHERE key = ?2",
+        result.retried, key);
+  };
+  STATETAP_RETURN_IF_ERROR(Transact(key, retry));
+  return result;
+}
+
+absl::Status JobStore::DeleteJob(int64_t key) {
+  return Transact(key, [&]() -> absl::Status {
+    STATETAP_RETURN_IF_ERROR(
+        write_.Run("INSERT OR IGNORE INTO doomed (id) SELECT id FROM jobs WHERE key = ?", key));
+    return DeleteRows(key);
+  });
+}
+
+absl::Status JobStore::Forget(std::string_view id) {
+  const std::lock_guard lock(write_mutex_);
+  return write_.Run("DELETE FROM doomed WHERE id = ?", id);
+}
+
+absl::StatusOr<int64_t> JobStore::MarkExcluded(int64_t key, std::span<const int64_t> indices,
+                                               Exclusion exclusion) {
+  const int mark = exclusion == Exclusion::kExclude ? 1 : 0;
+  int64_t changed = 0;
+  const auto change = [&]() -> absl::Status {
+    for (const int64_t index : indices) {
+      STATETAP_RETURN_IF_ERROR(
+          write_.Run("UPDATE samples SET excluded = ?1 WHERE job = ?2 AND idx = ?3 AND state = 1 "
+                     "AND excluded <> ?1",
+                     mark, key, index));
+      changed += write_.changes();
+    }
+    return write_.Run("UPDATE jobs SET excluded = excluded + ? WHERE key = ?",
+                      mark == 1 ? changed : -changed, key);
+  };
+  STATETAP_RETURN_IF_ERROR(Transact(key, change));
+  return changed;
 }
 
 absl::StatusOr<int64_t> JobStore::NextShard(int64_t key) {

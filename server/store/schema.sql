@@ -1,4 +1,4 @@
--- The store's tables, version 1 (PRAGMA user_version). Times are Unix milliseconds.
+-- The store's tables, version 2 (PRAGMA user_version). Times are Unix milliseconds.
 
 CREATE TABLE jobs (
   key INTEGER PRIMARY KEY AUTOINCREMENT,
@@ -56,6 +56,7 @@ CREATE TABLE samples (
   mean_logprob REAL,
   supervised INTEGER,
   generated INTEGER,
+  excluded INTEGER NOT NULL DEFAULT 0,  -- left out of streams and exports
   -- rejected
   reason TEXT,
   layer INTEGER,
@@ -87,4 +88,7 @@ CREATE TABLE acks (
   PRIMARY KEY (job, consumer, idx)
 ) WITHOUT ROWID;
 
-PRAGMA user_version = 1;
+-- Deleted jobs whose files are still to be removed.
+CREATE TABLE doomed (id TEXT PRIMARY KEY) WITHOUT ROWID;
+
+PRAGMA user_version = 2;

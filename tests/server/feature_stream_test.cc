@@ -226,6 +226,36 @@ TEST_F(FeatureStreamTest, DamagedShardEndsTheStreamWithItsName) {
   EXPECT_FALSE(received.end);
 }
 
+TEST_F(FeatureStreamTest, AJobDeletedDuringTheStreamEndsItByName) {
+  Received received;
+  const auto stream = Open(Start());
+  const FeatureOutlet outlet = Into(received);
+  bool deleted = false;
+  const absl::Status status = stream->Run([&](const v1::StreamFeaturesResponse& message) {
+    outlet(message);
+    if (received.ids.size() == 3 && !deleted) {
+      deleted = true;
+      EXPECT_OK(harness_.runner->Delete(job_));
+    }
+    return true;
+  });
+  EXPECT_THAT(status,
+              StatusIs(absl::StatusCode::kNotFound, fmt::format("job {} was deleted", job_.id)));
+  EXPECT_FALSE(received.end.has_value());
+  EXPECT_GE(received.ids.size(), 3u);  // what is mapped or read ahead may still come
+}
+
+TEST_F(FeatureStreamTest, ExcludedSamplesAreNotSent) {
+  const std::vector<int64_t> indices = {0, 5, 11};
+  ASSERT_OK(harness_.store->MarkExcluded(job_.key, indices, JobStore::Exclusion::kExclude));
+  const std::vector<std::string> ids = Take("without", 9);
+  EXPECT_EQ(ids.size(), 9u);
+  for (const char* id : {"s0", "s5", "s11"})
+    EXPECT_EQ(std::count(ids.begin(), ids.end(), id), 0) << id;
+  ASSERT_OK(harness_.store->MarkExcluded(job_.key, indices, JobStore::Exclusion::kInclude));
+  EXPECT_EQ(Take("without", 3).size(), 3u);
+}
+
 TEST_F(FeatureStreamTest, FollowsARunningJobToItsEnd) {
   harness_.engine->faults.step = std::chrono::milliseconds(2);
   v1::JobOptions options;

@@ -111,6 +111,145 @@ TEST(JobRunnerTest, SamplesDoNotDependOnNeighboursOrRestarts) {
   EXPECT_EQ(harness.Checksums(job), expected);
 }
 
+TEST(JobRunnerTest, PauseOutlastsARestartAndResumeGivesTheSameSamples) {
+  JobHarness clean;
+  clean.Run();
+  ASSERT_OK_AND_ASSIGN(const JobRecord alone, clean.Submit(Options(), Chats(60)));
+  clean.WaitForEnd(alone);
+
+  JobHarness harness;
+  harness.engine->faults.step = std::chrono::microseconds(500);
+  harness.Run();
+  ASSERT_OK_AND_ASSIGN(const JobRecord job, harness.Submit(Options(), Chats(60)));
+  harness.WaitUntil(job, [](const JobRecord& now) { return now.state == JobState::kRunning; });
+  std::this_thread::sleep_for(std::chrono::milliseconds(30));
+  ASSERT_OK(harness.runner->Pause(job));
+  ASSERT_OK_AND_ASSIGN(const JobRecord paused, harness.store->GetJob(job.key));
+  EXPECT_EQ(NameOf(paused.state), "paused");
+  EXPECT_GT(paused.counts.to_do, 0);
+  ASSERT_OK(harness.runner->Pause(job));  // once more changes nothing
+  // Others run meanwhile, and a restart leaves it paused.
+  ASSERT_OK_AND_ASSIGN(const JobRecord other, harness.Submit(Options(1 << 20), Chats(3)));
+  EXPECT_EQ(harness.WaitForEnd(other).counts.stored, 3);
+  harness.Stop();
+  harness.Restart();
+  harness.Run();
+  ASSERT_OK_AND_ASSIGN(const JobRecord still, harness.store->GetJob(job.key));
+  EXPECT_EQ(NameOf(still.state), "paused");
+  EXPECT_EQ(still.counts.stored, paused.counts.stored);
+  ASSERT_OK(harness.runner->Resume(still));
+  EXPECT_EQ(harness.WaitForEnd(job).counts.stored, 60);
+  EXPECT_EQ(harness.Checksums(job), clean.Checksums(alone));
+  EXPECT_THAT(harness.runner->Resume(still),
+              StatusIs(absl::StatusCode::kFailedPrecondition, "not paused"));
+  EXPECT_THAT(harness.runner->Pause(*harness.store->GetJob(job.key)),
+              StatusIs(absl::StatusCode::kFailedPrecondition, "nothing to pause"));
+}
+
+TEST(JobRunnerTest, APausedJobCanBeCancelledAndDeleted) {
+  JobHarness harness;
+  harness.engine->faults.step = std::chrono::milliseconds(1);
+  harness.Run();
+  ASSERT_OK_AND_ASSIGN(const JobRecord first, harness.Submit(Options(), Chats(100)));
+  ASSERT_OK_AND_ASSIGN(const JobRecord second, harness.Submit(Options(1 << 20), Chats(100)));
+  ASSERT_OK(harness.runner->Pause(first));
+  ASSERT_OK(harness.runner->Pause(second));
+  ASSERT_OK(harness.runner->Cancel(*harness.store->GetJob(first.key)));
+  EXPECT_EQ(NameOf(harness.store->GetJob(first.key)->state), "cancelled");
+  ASSERT_OK(harness.runner->Delete(second));
+  EXPECT_THAT(harness.store->GetJob(second.key), StatusIs(absl::StatusCode::kNotFound, "gone"));
+}
+
+TEST(JobRunnerTest, DeleteOfARunningJobLeavesNothing) {
+  JobHarness harness;
+  harness.engine->faults.step = std::chrono::milliseconds(1);
+  harness.Run();
+  ASSERT_OK_AND_ASSIGN(const JobRecord job, harness.Submit(Options(1 << 20), Chats(300)));
+  harness.WaitUntil(job, [](const JobRecord& now) { return now.state == JobState::kRunning; });
+  std::this_thread::sleep_for(std::chrono::milliseconds(30));
+  ASSERT_OK(harness.runner->Delete(job));
+  EXPECT_FALSE(std::filesystem::exists(harness.folders().Folder(job.id)));
+  ASSERT_OK_AND_ASSIGN(const auto doomed, harness.store->Doomed());
+  EXPECT_TRUE(doomed.empty());
+  EXPECT_EQ(harness.BufferedInTheEnd(), 0);
+  // The same again is a new job.
+  ASSERT_OK_AND_ASSIGN(const JobRecord again, harness.Submit(Options(1 << 20), Chats(3)));
+  EXPECT_NE(again.id, job.id);
+  EXPECT_EQ(harness.WaitForEnd(again).counts.stored, 3);
+}
+
+TEST(JobRunnerTest, ADeletionThatACrashCutShortIsFinishedAtTheNextStart) {
+  JobHarness harness;
+  harness.Run();
+  ASSERT_OK_AND_ASSIGN(const JobRecord job, harness.Submit(Options(), Chats(3)));
+  harness.WaitForEnd(job);
+  harness.runner.reset();
+  ASSERT_OK(harness.store->DeleteJob(job.key));  // and the files are still there
+  EXPECT_TRUE(std::filesystem::exists(harness.folders().Folder(job.id)));
+  harness.Restart();
+  harness.Run();
+  EXPECT_FALSE(std::filesystem::exists(harness.folders().Folder(job.id)));
+}
+
+TEST(JobRunnerTest, RetryRunsRejectedSamplesOfEndedAndRunningJobs) {
+  JobHarness harness;
+  harness.engine->faults.bad_token = 777;
+  harness.Run();
+  std::vector<v1::SampleInput> samples;
+  for (int i = 0; i < 10; ++i)
+    samples.push_back(IdsSample(fmt::format("s{}", i), std::vector<int32_t>(30, i + 1)));
+  samples[3].mutable_tokens()->mutable_ids()->Set(20, 777);
+  ASSERT_OK_AND_ASSIGN(const JobRecord submitted, harness.Submit(Options(), samples));
+  EXPECT_EQ(harness.WaitForEnd(submitted).counts.rejected, 1);
+  harness.engine->faults.bad_token = -1;  // mended
+  ASSERT_OK_AND_ASSIGN(const JobStore::Retried retried, harness.runner->Retry(submitted));
+  EXPECT_EQ(retried.retried, 1);
+  const JobRecord job =
+      harness.WaitUntil(submitted, [](const JobRecord& now) { return now.counts.stored == 10; });
+  EXPECT_EQ(NameOf(job.state), "succeeded");
+  EXPECT_THAT(harness.runner->Retry(job),
+              StatusIs(absl::StatusCode::kFailedPrecondition, "no rejected samples"));
+  // A running job goes on after a retry that has nothing to do.
+  harness.engine->faults.step = std::chrono::milliseconds(1);
+  ASSERT_OK_AND_ASSIGN(const JobRecord running, harness.Submit(Options(1 << 20), Chats(40)));
+  harness.WaitUntil(running, [](const JobRecord& now) { return now.state == JobState::kRunning; });
+  EXPECT_THAT(harness.runner->Retry(running),
+              StatusIs(absl::StatusCode::kFailedPrecondition, "no rejected samples"));
+  EXPECT_EQ(harness.WaitForEnd(running).counts.stored, 40);
+}
+
+TEST(JobRunnerTest, ASmallJobBesideALargeOneFinishesSoonAndAHigherPriorityFirst) {
+  JobHarness harness;
+  harness.engine->faults.step = std::chrono::milliseconds(1);
+  harness.Run();
+  ASSERT_OK_AND_ASSIGN(const JobRecord large, harness.Submit(Options(), Chats(2000)));
+  harness.WaitUntil(large, [](const JobRecord& now) { return now.state == JobState::kRunning; });
+  ASSERT_OK_AND_ASSIGN(const JobRecord small, harness.Submit(Options(1 << 20), Chats(10)));
+  const JobRecord done = harness.WaitForEnd(small);
+  EXPECT_EQ(done.counts.stored, 10);
+  EXPECT_LT(harness.runner->LiveOf(large.key).captured, 200);
+  // Ten of the same size at once: the one of higher priority is through before the others.
+  ASSERT_OK(harness.runner->Cancel(large));
+  std::vector<JobRecord> equals;
+  for (int i = 0; i < 4; ++i) {
+    v1::JobOptions options = Options();
+    options.set_name(fmt::format("equal {}", i));
+    ASSERT_OK_AND_ASSIGN(JobRecord job, harness.Submit(options, Chats(200)));
+    equals.push_back(std::move(job));
+  }
+  v1::JobOptions options = Options();
+  options.set_name("urgent");
+  options.set_priority(5);
+  ASSERT_OK_AND_ASSIGN(const JobRecord urgent, harness.Submit(options, Chats(30)));
+  harness.WaitForEnd(urgent);
+  for (const JobRecord& job : equals)
+    EXPECT_EQ(NameOf(harness.store->GetJob(job.key)->state), "running");
+  options.set_priority(101);
+  options.set_name("too urgent");
+  EXPECT_THAT(harness.Submit(options, Chats(1)),
+              StatusIs(absl::StatusCode::kInvalidArgument, "priority: 101"));
+}
+
 TEST(JobRunnerTest, CancelKeepsWhatIsFinished) {
   JobHarness harness;
   harness.engine->faults.step = std::chrono::milliseconds(1);

@@ -183,5 +183,122 @@ TEST_F(JobStoreTest, RefusesAFileThatIsNoStoreOrIsNewer) {
               StatusIs(absl::StatusCode::kFailedPrecondition, "version 99"));
 }
 
+TEST_F(JobStoreTest, PauseKeepsWhatIsToDoUntilResume) {
+  ASSERT_OK_AND_ASSIGN(const JobRecord job, Publish({Sample("a"), Sample("b")}));
+  ASSERT_OK(store_->MarkRunning(job.key));
+  ASSERT_OK(store_->MarkPaused(job.key, "paused"));
+  ASSERT_OK(store_->MarkQueued(job.key));  // a restart does not end a pause
+  ExpectCounts(job.key, JobState::kPaused, 0, 0, 0, 2);
+  ASSERT_OK(store_->Resume(job.key));
+  ExpectCounts(job.key, JobState::kQueued, 0, 0, 0, 2);
+  EXPECT_THAT(store_->Resume(job.key), StatusIs(absl::StatusCode::kFailedPrecondition, "paused"));
+  ASSERT_OK(Commit(job.key, {0, 1}));
+  ASSERT_OK(store_->MarkPaused(job.key, "paused"));
+  ExpectCounts(job.key, JobState::kSucceeded, 2, 0, 0, 0);
+}
+
+TEST_F(JobStoreTest, RetryBringsBackWhatCanRunAndSaysWhatCannot) {
+  std::vector<SampleRow> samples = {Sample("a"), Sample("b"), Sample("c")};
+  samples[2].rejection = Rejection{"template", {}, {}, "no"};
+  samples[2].ids.clear();
+  ASSERT_OK_AND_ASSIGN(const JobRecord job, Publish(samples));
+  EXPECT_THAT(store_->Retry(job.key),
+              StatusIs(absl::StatusCode::kFailedPrecondition, "refused as they came in"));
+  const std::vector<JobStore::RejectedSample> rejected = {{0, {"non_finite", 2, 1, "NaN"}},
+                                                          {1, {"non_finite", 2, 1, "NaN"}}};
+  ASSERT_OK(store_->Reject(job.key, rejected));
+  ExpectCounts(job.key, JobState::kFailed, 0, 3, 0, 0);
+  ASSERT_OK_AND_ASSIGN(const JobStore::Retried retried, store_->Retry(job.key));
+  EXPECT_EQ(retried.retried, 2);
+  EXPECT_EQ(retried.kept, 1);
+  ExpectCounts(job.key, JobState::kQueued, 0, 1, 0, 2);
+  ASSERT_OK(Commit(job.key, {0, 1}));
+  ExpectCounts(job.key, JobState::kSucceeded, 2, 1, 0, 0);
+  ASSERT_OK_AND_ASSIGN(const JobRecord other, Publish({Sample("a")}, "other"));
+  EXPECT_THAT(store_->Retry(other.key),
+              StatusIs(absl::StatusCode::kFailedPrecondition, "no rejected samples"));
+}
+
+TEST_F(JobStoreTest, DeletedJobsAreDoomedUntilTheirFilesAreGone) {
+  ASSERT_OK_AND_ASSIGN(const JobRecord job, Publish({Sample("a"), Sample("b")}));
+  ASSERT_OK(Commit(job.key, {0}));
+  ASSERT_OK(store_->DeleteJob(job.key));
+  EXPECT_THAT(store_->GetJob(job.key), StatusIs(absl::StatusCode::kNotFound, "gone"));
+  Reopen();
+  ASSERT_OK_AND_ASSIGN(const auto doomed, store_->Doomed());
+  EXPECT_THAT(doomed, ::testing::ElementsAre(job.id));
+  ASSERT_OK(store_->Forget(job.id));
+  ASSERT_OK_AND_ASSIGN(const auto none, store_->Doomed());
+  EXPECT_TRUE(none.empty());
+  ASSERT_OK(Publish({Sample("a")}));  // the name is free
+}
+
+TEST_F(JobStoreTest, ExcludedSamplesAreStoredButNotStreamed) {
+  ASSERT_OK_AND_ASSIGN(const JobRecord job, Publish({Sample("a"), Sample("b"), Sample("c")}));
+  ASSERT_OK(Commit(job.key, {0, 1}));
+  using Exclusion = JobStore::Exclusion;
+  const std::vector<int64_t> indices = {1, 2};  // c is not stored
+  ASSERT_OK_AND_ASSIGN(const int64_t excluded,
+                       store_->MarkExcluded(job.key, indices, Exclusion::kExclude));
+  EXPECT_EQ(excluded, 1);
+  ASSERT_OK_AND_ASSIGN(const int64_t again,
+                       store_->MarkExcluded(job.key, indices, Exclusion::kExclude));
+  EXPECT_EQ(again, 0);
+  ASSERT_OK_AND_ASSIGN(const auto left, store_->Unacknowledged(job.key, "g", 0, -1, 10));
+  ASSERT_EQ(left.size(), 1u);
+  EXPECT_EQ(left[0].index, 0);
+  ASSERT_OK(store_->Acknowledge(job.key, "g", std::vector<int64_t>{1}));
+  ASSERT_OK_AND_ASSIGN(const int64_t count, store_->CountUnacknowledged(job.key, "g"));
+  EXPECT_EQ(count, 1);
+  ASSERT_OK_AND_ASSIGN(const auto listed, store_->Stored(job.key, -1, 10));
+  ASSERT_EQ(listed.size(), 2u);
+  EXPECT_FALSE(listed[0].excluded);
+  EXPECT_TRUE(listed[1].excluded);
+  ASSERT_OK_AND_ASSIGN(const int64_t included,
+                       store_->MarkExcluded(job.key, indices, Exclusion::kInclude));
+  EXPECT_EQ(included, 1);
+  ASSERT_OK_AND_ASSIGN(const JobRecord now, store_->GetJob(job.key));
+  EXPECT_EQ(now.counts.excluded, 0);
+}
+
+TEST_F(JobStoreTest, StoredPagesHoldWhatTheFilterHoldsFor) {
+  std::vector<SampleRow> samples;
+  std::vector<int64_t> all;
+  for (int i = 0; i < 50; ++i) {
+    samples.push_back(Sample(fmt::format("s{}", i)));
+    samples.back().source = i % 10 == 9 ? "rare" : "common";
+    all.push_back(i);
+  }
+  ASSERT_OK_AND_ASSIGN(const JobRecord job, Publish(samples));
+  ASSERT_OK(Commit(job.key, all));
+  ASSERT_OK_AND_ASSIGN(const SampleFilter filter, SampleFilter::Parse("source == 'rare'"));
+  std::vector<int64_t> found;
+  for (int64_t after = -1;;) {
+    ASSERT_OK_AND_ASSIGN(const auto page, store_->Stored(job.key, after, 2, filter));
+    for (const SampleListing& listing : page) found.push_back(listing.sample.index);
+    if (page.size() < 2) break;
+    after = found.back();
+  }
+  EXPECT_THAT(found, ::testing::ElementsAre(9, 19, 29, 39, 49));
+}
+
+TEST_F(JobStoreTest, AFileOfAnEarlierVersionIsBroughtUpToDate) {
+  ASSERT_OK_AND_ASSIGN(const JobRecord job, Publish({Sample("a")}));
+  ASSERT_OK(Commit(job.key, {0}));
+  store_.reset();
+  {
+    ASSERT_OK_AND_ASSIGN(SqlConnection old, SqlConnection::Open(dir_ / "statetap.db",
+                                                                SqlConnection::Access::kReadWrite));
+    ASSERT_OK(
+        old.Execute("ALTER TABLE samples DROP COLUMN excluded; DROP TABLE doomed; "
+                    "PRAGMA user_version = 1;"));
+  }
+  Reopen();
+  ASSERT_OK_AND_ASSIGN(const auto listed, store_->Stored(job.key, -1, 10));
+  ASSERT_EQ(listed.size(), 1u);
+  EXPECT_FALSE(listed[0].excluded);
+  ASSERT_OK(store_->DeleteJob(job.key));
+}
+
 }  // namespace
 }  // namespace statetap
