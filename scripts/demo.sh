@@ -2,21 +2,29 @@
 # The whole of Statetap on the embedded model, on a CPU: a server loads models/tiny-kimi, answers 64 chats and captures their hidden states in
 # the same pass, writes shards, shows statistics, and streams the features to a reader. Installs and builds what is missing first.
 #   scripts/demo.sh [FOLDER]     where shards and logs stay [a new one under /tmp]
+# STATETAP_DEMO_FLAGS="--backend cuda": more flags for the server (then STATETAP_DEMO_BUILD= builds with CUDA). STATETAP_BIN=FOLDER: programs that
+# lie there already, nothing is installed or built.
 source "$(dirname "$0")/common.sh"
 
-"$root/scripts/setup.sh"
-say "building (minutes the first time, seconds after that)"
-"$root/scripts/build.sh" --programs ${STATETAP_DEMO_BUILD:---cpu-only}
+bin=${STATETAP_BIN:-}
+if [ -z "$bin" ]; then
+  "$root/scripts/setup.sh"
+  say "building (minutes the first time, seconds after that)"
+  # shellcheck disable=SC2086
+  "$root/scripts/build.sh" --programs ${STATETAP_DEMO_BUILD---cpu-only}
+  bin=$root/build/bin
+fi
 
 out=${1:-$(mktemp -d /tmp/statetap-demo.XXXXXX)}
 mkdir -p "$out"
-bin=$root/build/bin server=
+server=
 stop() { [ -z "$server" ] || { kill "$server" 2>/dev/null && wait "$server" 2>/dev/null; } || true; }
 trap stop EXIT
 
 say "1. A server with a model in Kimi-K2.5's exact format (log: $out/server.log)"
 mkfifo "$out/ready" 2>/dev/null || true
-"$bin/statetapd" --model "$root/models/tiny-kimi" --data "$out/data" --listen 127.0.0.1:0 --http 127.0.0.1:0 >"$out/ready" 2>"$out/server.log" &
+# shellcheck disable=SC2086
+"$bin/statetapd" --model "$root/models/tiny-kimi" --data "$out/data" --listen 127.0.0.1:0 --http 127.0.0.1:0 ${STATETAP_DEMO_FLAGS:-} >"$out/ready" 2>"$out/server.log" &
 server=$!
 read -r ready <"$out/ready" || { tail -n 5 "$out/server.log" >&2; die "the server did not start"; }
 rm -f "$out/ready"

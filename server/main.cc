@@ -3,7 +3,9 @@
 #include <signal.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <thread>
@@ -50,6 +52,21 @@ class SignalWaiter {
   std::atomic<bool> serving_{true}, started_{false};
 };
 
+void LogMemory(const Engine& engine) {
+  const EngineInfo& info = engine.info();
+  LogInfo("memory of {} ranks on backend {}:", engine.options().ranks, engine.options().backend);
+  const auto row = [](std::string_view what, int64_t bytes, std::string_view note = "") {
+    LogInfo("  {:<24} {:>10.3f} GB  {}", what, static_cast<double>(bytes) / 1e9, note);
+  };
+  row("weights", info.weight_bytes);
+  row("KV cache", info.kv_bytes,
+      fmt::format("{} tokens at once, {} of one sample", info.kv_tokens,
+                  std::min<int64_t>(info.kv_tokens, info.max_seq_len)));
+  row("workspace", info.workspace_bytes);
+  row("capture buffers", info.capture_bytes);
+  row("host buffers of states", info.host_bytes);
+}
+
 absl::Status Serve(ServerConfig& config, SignalWaiter& signals) {
   STATETAP_ASSIGN_OR_RETURN(const DataFolderLock lock, DataFolderLock::Acquire(config.data));
   STATETAP_ASSIGN_OR_RETURN(const std::filesystem::path folder, ResolveModel(config.model));
@@ -61,13 +78,19 @@ absl::Status Serve(ServerConfig& config, SignalWaiter& signals) {
                checkpoint.config().max_positions);
   }
   double shown = -1;
-  config.engine.load_progress = [&](double rate, double fraction) {
-    if (fraction < shown + 0.1 && fraction < 1) return;
-    shown = fraction;
-    LogInfo("loading {}: {:.0f} % at {:.2f} GB/s", checkpoint.name(), 100 * fraction, rate);
+  auto last = std::chrono::steady_clock::now();
+  config.engine.load_progress = [&](const EngineOptions::LoadState& load) {
+    const auto now = std::chrono::steady_clock::now();
+    const bool due = load.fraction >= shown + 0.1 || now - last >= std::chrono::seconds(10);
+    if (!due && load.fraction < 1) return;
+    shown = load.fraction;
+    last = now;
+    LogInfo("loading {}: {:.0f} % at {:.2f} GB/s, {:.0f} s left", checkpoint.name(),
+            100 * load.fraction, load.gigabytes_per_second, load.seconds_left);
   };
   STATETAP_ASSIGN_OR_RETURN(const std::unique_ptr<Engine> engine,
                             Engine::Open(checkpoint, config.engine));
+  LogMemory(*engine);
   STATETAP_ASSIGN_OR_RETURN(ServedModel model,
                             ServedModel::Of(checkpoint, engine->options(), engine->info()));
   Server::Options options;

@@ -182,6 +182,11 @@ class Backend {
   virtual ~Backend() = default;
   virtual Communicator& communicator() = 0;
   virtual size_t activation_bytes() const = 0;  // of an element
+  // What this rank holds by now, in bytes. Capture and host: for states on their way out.
+  struct Memory {
+    int64_t weights = 0, kv_cache = 0, workspace = 0, capture = 0, host = 0;
+  };
+  virtual Memory memory() const = 0;
 
   // Memory of this rank, zeroed, owned by the backend until it ends. For planning at load; the
   // layer loop never allocates.
@@ -209,6 +214,7 @@ class Backend {
     int max_width = 0;     // of the widest FFN slice
     int padded_vocab = 0;  // vocab_per_rank · world
     int num_experts = 0, top_k = 0;
+    int num_boundaries = 0;  // captured in a step without growing anything
   };
   virtual void PlanScratch(const Limits& limits) = 0;
 

@@ -48,6 +48,15 @@ absl::StatusOr<File> File::OpenForRead(const std::filesystem::path& path) {
   return File(descriptor, path);
 }
 
+absl::StatusOr<File> File::OpenForPages(const std::filesystem::path& path) {
+  int descriptor;
+  do {
+    descriptor = open(path.c_str(), O_RDONLY | O_DIRECT | O_CLOEXEC);
+  } while (descriptor < 0 && errno == EINTR);
+  if (descriptor >= 0) return File(descriptor, path);
+  return OpenForRead(path);  // which says what is wrong, if it is not O_DIRECT
+}
+
 absl::StatusOr<File> File::Create(const std::filesystem::path& path) {
   STATETAP_ASSIGN_OR_RETURN(const int descriptor, OpenDescriptor(path, O_RDWR | O_CREAT | O_TRUNC));
   return File(descriptor, path);
@@ -88,6 +97,33 @@ absl::Status File::ReadAt(int64_t offset, std::span<std::byte> to) const {
     }
     to = to.subspan(static_cast<size_t>(got));
     offset += got;
+  }
+  return absl::OkStatus();
+}
+
+absl::Status File::ReadPages(int64_t begin, int64_t end, std::byte* pages) const {
+  const int64_t first = begin / kPage * kPage;
+  const auto size = static_cast<size_t>(PageSpan(begin, end)),
+             needed = static_cast<size_t>(end - first);
+  size_t done = 0;
+  while (done < needed) {
+    const ssize_t got =
+        pread(descriptor_, pages + done, size - done, first + static_cast<int64_t>(done));
+    if (got < 0 && errno == EINTR) continue;
+    // Some file systems take the flag and refuse the read.
+    const int flags = fcntl(descriptor_, F_GETFL);
+    if (got < 0 && errno == EINVAL && (flags & O_DIRECT) != 0 &&
+        fcntl(descriptor_, F_SETFL, flags & ~O_DIRECT) == 0) {
+      continue;
+    }
+    if (got < 0) return ErrnoStatus(errno, "cannot read", path_);
+    done += static_cast<size_t>(got);
+    // A read that ends within a page has met the end of the file.
+    if (done < needed && (got == 0 || done % kPage != 0)) {
+      return absl::OutOfRangeError(fmt::format("{} ends at byte {}, {} more bytes were expected",
+                                               path_.string(), first + static_cast<int64_t>(done),
+                                               needed - done));
+    }
   }
   return absl::OkStatus();
 }

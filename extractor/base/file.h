@@ -20,6 +20,8 @@ absl::Status ErrnoStatus(int error, std::string_view what, const std::filesystem
 class File {
  public:
   static absl::StatusOr<File> OpenForRead(const std::filesystem::path& path);
+  // For ReadPages: past the page cache where the file system allows that, else as OpenForRead.
+  static absl::StatusOr<File> OpenForPages(const std::filesystem::path& path);
   // Creates or truncates.
   static absl::StatusOr<File> Create(const std::filesystem::path& path);
   // Opens an existing file for reading and writing.
@@ -31,6 +33,14 @@ class File {
   absl::StatusOr<int64_t> Size() const;
   // Fills `to` whole, or OUT_OF_RANGE where the file ends before it.
   absl::Status ReadAt(int64_t offset, std::span<std::byte> to) const;
+  // Reads the pages that hold bytes [begin, end); `pages`: room for PageSpan(begin, end) bytes, at
+  // the alignment of a page. Byte `begin` comes to lie at pages + begin % kPage. OUT_OF_RANGE where
+  // the file ends before `end`.
+  static constexpr int64_t kPage = 4096;
+  static int64_t PageSpan(int64_t begin, int64_t end) {
+    return (end + kPage - 1) / kPage * kPage - begin / kPage * kPage;
+  }
+  absl::Status ReadPages(int64_t begin, int64_t end, std::byte* pages) const;
   absl::Status WriteAt(int64_t offset, std::span<const std::byte> from) const;
   absl::Status Sync() const;
   int descriptor() const { return descriptor_; }

@@ -18,25 +18,22 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// A buffer at the alignment of a page, so that a tensor's bytes are aligned in memory as they are
-// in the file.
+// Grows; at the alignment of a page.
 class PageBuffer {
  public:
   std::byte* Reserve(int64_t size_bytes) {
     const size_t needed = static_cast<size_t>(size_bytes);
     if (needed > size_) {
-      buffer_.reset(static_cast<std::byte*>(::operator new (needed, std::align_val_t{kPage})));
+      buffer_.reset(static_cast<std::byte*>(::operator new(needed, kAlignment)));
       size_ = needed;
     }
     return buffer_.get();
   }
-  static constexpr int64_t kPage = 4096;
 
  private:
+  static constexpr std::align_val_t kAlignment{File::kPage};
   struct Free {
-    void operator()(std::byte* buffer) const {
-      ::operator delete (buffer, std::align_val_t{kPage});
-    }
+    void operator()(std::byte* buffer) const { ::operator delete(buffer, kAlignment); }
   };
   std::unique_ptr<std::byte, Free> buffer_;
   size_t size_ = 0;
@@ -115,20 +112,19 @@ class Load {
       const LoadBlock& block = plan_.blocks[number];
       // One open file a thread: a checkpoint may have more files than a process may open.
       if (block.file != file_number) {
-        STATETAP_ASSIGN_OR_RETURN(file, File::OpenForRead(checkpoint_.files()[block.file]));
+        STATETAP_ASSIGN_OR_RETURN(file, File::OpenForPages(checkpoint_.files()[block.file]));
         file_number = block.file;
       }
-      const int64_t shift = block.begin % PageBuffer::kPage;
-      std::byte* bytes = buffer.Reserve(shift + block.end - block.begin) + shift;
-      STATETAP_RETURN_IF_ERROR(Read(*file, block, bytes));
-      STATETAP_RETURN_IF_ERROR(DeliverBlock(block, bytes));
+      // A tensor's bytes are aligned in memory as they are in the file.
+      std::byte* pages = buffer.Reserve(File::PageSpan(block.begin, block.end));
+      STATETAP_RETURN_IF_ERROR(Read(*file, block, pages));
+      STATETAP_RETURN_IF_ERROR(DeliverBlock(block, pages + block.begin % File::kPage));
     }
     return absl::OkStatus();
   }
 
-  absl::Status Read(const File& file, const LoadBlock& block, std::byte* to) const {
-    const auto size = static_cast<size_t>(block.end - block.begin);
-    absl::Status status = file.ReadAt(block.begin, {to, size});
+  absl::Status Read(const File& file, const LoadBlock& block, std::byte* pages) const {
+    absl::Status status = file.ReadPages(block.begin, block.end, pages);
     if (status.ok()) return status;
     return WithContext(status, fmt::format("loading {}", block.pieces.front().tensor->name));
   }

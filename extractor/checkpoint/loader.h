@@ -1,5 +1,5 @@
 // Moves weights from the files to the ranks: each byte is read once, in large reads on several
-// threads, and every rank gets its slices.
+// threads, past the page cache where the file system allows that, and every rank gets its slices.
 #pragma once
 
 #include <cstdint>

@@ -108,6 +108,7 @@ class EngineImpl final : public Engine {
   absl::Status CheckTask(const SampleTask& task) const;
   void Admit(SampleSource& source, HiddenStateSink& sink);
   void GiveUp(std::span<const uint64_t> tickets, HiddenStateSink& sink);
+  absl::Status MakeRoomForStates(int num_boundaries);
   absl::Status RunStep(const std::shared_ptr<const ScheduledStep>& step);
   void HandOut(const ScheduledRows& rows, const StepPlan& plan, HiddenStateSink& sink);
   bool HandOutStates(const ScheduledRows& rows, int first, const StepPlan& plan,
@@ -157,13 +158,15 @@ absl::Status EngineImpl::Load(const CheckpointIndex& checkpoint, const EngineOpt
   }
 
   LoadOptions load;
-  load.num_threads = std::max(2u, std::thread::hardware_concurrency());
+  // Each waits for the disk most of the time.
+  load.num_threads = std::clamp(static_cast<int>(std::thread::hardware_concurrency()), 4, 32);
   if (options.load_progress) {
     load.progress = [&options](const LoadProgress& p) {
+      const auto done = static_cast<double>(p.bytes_done),
+                 total = static_cast<double>(p.bytes_total);
+      const double rate = p.seconds > 0 ? done / p.seconds : 0;
       options.load_progress(
-          p.seconds > 0 ? static_cast<double>(p.bytes_done) / p.seconds / 1e9 : 0,
-          p.bytes_total > 0 ? static_cast<double>(p.bytes_done) / static_cast<double>(p.bytes_total)
-                            : 1);
+          {rate / 1e9, total > 0 ? done / total : 1, rate > 0 ? (total - done) / rate : 0});
     };
   }
   STATETAP_ASSIGN_OR_RETURN(std::vector<ModelWeights> weights,
@@ -183,8 +186,15 @@ absl::Status EngineImpl::Load(const CheckpointIndex& checkpoint, const EngineOpt
   output.ids.resize(static_cast<size_t>(limits.max_tokens));
   output.logprobs.resize(output.ids.size());
   output.entropies.resize(output.ids.size());
-  info_.weight_bytes = checkpoint.total_bytes();
-  info_.kv_bytes = page_bytes * limits.num_pages * options.ranks;
+  STATETAP_RETURN_IF_ERROR(MakeRoomForStates(limits.num_boundaries));
+  for (const auto& backend : backends) {
+    const Backend::Memory memory = backend->memory();
+    info_.weight_bytes += memory.weights;
+    info_.kv_bytes += memory.kv_cache;
+    info_.workspace_bytes += memory.workspace;
+    info_.capture_bytes += memory.capture;
+    info_.host_bytes += memory.host;
+  }
   info_.kv_tokens = int64_t{limits.num_pages} * kPageTokens;
   info_.max_seq_len = limits.max_context;
   return absl::OkStatus();
@@ -273,21 +283,27 @@ absl::Status EngineImpl::Run(SampleSource& source, HiddenStateSink& sink) {
   }
 }
 
-absl::Status EngineImpl::RunStep(const std::shared_ptr<const ScheduledStep>& step) {
-  StepOutput& output = ranks_->output;
-  while (output.states.size() < step->plan.boundaries.size()) {  // the first steps only
-    const size_t count = static_cast<size_t>(std::max(1, options_.max_batch_tokens)) *
-                         static_cast<size_t>(config_.hidden);
-    try {
+// Host memory for the states of a step at so many boundaries.
+absl::Status EngineImpl::MakeRoomForStates(int num_boundaries) {
+  auto& states = ranks_->output.states;
+  const size_t count = static_cast<size_t>(std::max(1, options_.max_batch_tokens)) *
+                       static_cast<size_t>(config_.hidden);
+  try {
+    while (states.size() < static_cast<size_t>(num_boundaries)) {
       auto* rows =
           static_cast<uint16_t*>(ranks_->backends[0]->AllocateHost(count * sizeof(uint16_t)));
-      output.states.emplace_back(rows, count);
-    } catch (const std::exception& error) {
-      return absl::ResourceExhaustedError(
-          fmt::format("no host memory for the states of {} tokens: {}", options_.max_batch_tokens,
-                      error.what()));
+      states.emplace_back(rows, count);
     }
+  } catch (const std::exception& error) {
+    return absl::ResourceExhaustedError(
+        fmt::format("no host memory for the states of {} tokens at {} boundaries: {}",
+                    options_.max_batch_tokens, num_boundaries, error.what()));
   }
+  return absl::OkStatus();
+}
+
+absl::Status EngineImpl::RunStep(const std::shared_ptr<const ScheduledStep>& step) {
+  STATETAP_RETURN_IF_ERROR(MakeRoomForStates(static_cast<int>(step->plan.boundaries.size())));
   const bool sharded = Sharded(step->plan.num_tokens());
   return group_->RunAll(
       [ranks = ranks_, step, sharded, number = steps_++, before = options_.before_step](int rank) {

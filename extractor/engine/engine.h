@@ -37,14 +37,18 @@ struct EngineOptions {
   // A step that takes longer has a dead or stuck rank. 0: 20 s on GPUs; on the CPU, whose steps of
   // a large model can take that long by themselves, half an hour.
   std::chrono::milliseconds step_timeout{0};
-  std::function<void(double gigabytes_per_second, double fraction)> load_progress;
+  struct LoadState {
+    double gigabytes_per_second = 0, fraction = 0, seconds_left = 0;
+  };
+  std::function<void(const LoadState&)> load_progress;
   // For tests of faults: called on each rank's thread before each step, counted from 0. May throw
   // or not come back.
   std::function<void(int rank, int64_t step)> before_step;
 };
 
 struct EngineInfo {
-  int64_t weight_bytes = 0, kv_bytes = 0, workspace_bytes = 0;
+  // Of all ranks together. Capture: states on their way out of the devices; host: where they come.
+  int64_t weight_bytes = 0, kv_bytes = 0, workspace_bytes = 0, capture_bytes = 0, host_bytes = 0;
   int64_t kv_tokens = 0;  // that fit
   int max_seq_len = 0;
 };

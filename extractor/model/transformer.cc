@@ -40,6 +40,7 @@ Transformer::Transformer(const ModelConfig& config, const ParallelLayout& layout
   scratch.num_heads = layout_.heads();
   scratch.num_experts = config_.num_experts;
   scratch.top_k = config_.top_k;
+  scratch.num_boundaries = std::min(limits_.num_boundaries, config_.num_layers + 1);
   scratch.query_dim = layout_.heads() * config_.qk_dim();
   scratch.heads_dim = layout_.heads() * config_.v_dim;
   scratch.rope_dim = config_.rope_dim;

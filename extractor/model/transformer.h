@@ -18,6 +18,7 @@ struct ModelLimits {
   int max_logit_rows = 0;  // at once; more are done in turns
   int num_pages = 0;       // of the KV cache
   double inner_eps = 0;    // of the norms inside attention
+  int num_boundaries = 4;  // of a step that room is made for at once: three taps and the last
 };
 
 // Where a step leaves what it made, in host memory that all ranks share.

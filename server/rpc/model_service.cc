@@ -75,6 +75,8 @@ grpc::Status ModelService::DescribeModel(grpc::ServerContext*, const v1::Describ
   AddMemory(*response, "weights", info.weight_bytes);
   AddMemory(*response, "KV cache", info.kv_bytes);
   AddMemory(*response, "workspace", info.workspace_bytes);
+  AddMemory(*response, "capture buffers", info.capture_bytes);
+  AddMemory(*response, "host buffers of states", info.host_bytes);
   response->set_version(std::string(kProducer.substr(kProducer.find(' ') + 1)));
   response->set_parameters(model.parameters);
   return grpc::Status::OK;

@@ -118,5 +118,32 @@ TEST(WorkerPoolTest, CoversEveryIndexOnce) {
   }
 }
 
+TEST(FileTest, PagesAreReadAroundTheCacheOrThroughIt) {
+  std::string content;
+  for (int i = 0; i < 3 * 4096 + 77; ++i) content += static_cast<char>(i * 31 + i / 256);
+  // tmpfs refused O_DIRECT for long.
+  for (const std::filesystem::path parent : {"", "/dev/shm"}) {
+    if (!parent.empty() && !std::filesystem::exists(parent)) continue;
+    const testing::TempDir dir;
+    const auto path = (parent.empty() ? dir.path() : parent) /
+                      fmt::format("statetap-pages-{}", reinterpret_cast<uintptr_t>(&content));
+    ASSERT_OK(WriteFileAtomically(path, content));
+    ASSERT_OK_AND_ASSIGN(const File file, File::OpenForPages(path));
+    std::filesystem::remove(path);
+    auto* pages = static_cast<std::byte*>(std::aligned_alloc(File::kPage, 5 * File::kPage));
+    const auto size = static_cast<int64_t>(content.size());
+    for (const auto& [begin, end] : std::vector<std::pair<int64_t, int64_t>>{
+             {0, 1}, {1, 4097}, {4096, 8192}, {4095, size}, {size - 1, size}, {9000, 9000}}) {
+      ASSERT_OK(file.ReadPages(begin, end, pages));
+      const std::string_view got(reinterpret_cast<char*>(pages + begin % File::kPage),
+                                 static_cast<size_t>(end - begin));
+      EXPECT_EQ(got, content.substr(static_cast<size_t>(begin), got.size()));
+    }
+    EXPECT_EQ(file.ReadPages(8192, size + 1, pages).code(), absl::StatusCode::kOutOfRange);
+    EXPECT_EQ(file.ReadPages(4 * 4096, 4 * 4096 + 1, pages).code(), absl::StatusCode::kOutOfRange);
+    std::free(pages);
+  }
+}
+
 }  // namespace
 }  // namespace statetap

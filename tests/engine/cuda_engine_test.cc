@@ -23,6 +23,7 @@ EngineOptions OnGpu(int ranks = 1) {
   EngineOptions options;
   options.backend = "cuda";
   options.ranks = ranks;
+  if (testing::CommHere(ranks) == CudaOptions::Comm::kNccl) options.comm = "nccl";
   return options;
 }
 

@@ -1,10 +1,18 @@
 #!/usr/bin/env bash
 # Makes tests/data/reference again: outputs of Hugging Face transformers (5.17, torch 2.11, fp32 on a CPU) for tiny-kimi at several lengths
 # and for one small checkpoint a family switch. Needs torch, transformers and safetensors; the tests need only what it wrote.
+#   make.sh                all of it
+#   [DEVICE=cuda] make.sh mid FOLDER     a checkpoint with the real head sizes (200 MB, not committed) and its reference, for cuda_reference_test
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd); root=$(cd "$here/../.." && pwd); data=$root/tests/data/reference
 work=$(mktemp -d); trap 'rm -rf "$work"' EXIT
 python=${PYTHON:-python3}
+if [ "${1:-}" = mid ]; then
+  "$python" "$here/make_checkpoint.py" "$2" --preset mid --seed 7
+  "$python" -c 'import json,random; r=random.Random(1); print(json.dumps([[r.randrange(1000) for _ in range(n)] for n in (1, 5, 77, 600)]))' > "$work/ids.json"
+  "$python" "$here/hf_reference.py" "$2" --ids "$work/ids.json" --out "$work/ref.safetensors" --device "${DEVICE:-cpu}"
+  exec "$python" "$here/thin.py" "$work/ref.safetensors" "$2/reference.safetensors" 600
+fi
 # tiny-kimi: real text (the prompts of tests/data/tiny-kimi) cut to each length
 "$python" - "$root/tests/data/tiny-kimi/greedy.jsonl" > "$work/tiny.json" <<'PY'
 import json, sys

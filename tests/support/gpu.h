@@ -6,6 +6,7 @@
 
 #include <cstdlib>
 #include <filesystem>
+#include <string_view>
 #include <vector>
 
 #include "extractor/backend/cuda/cuda_backend.h"
@@ -22,6 +23,14 @@ namespace statetap::testing {
 inline std::filesystem::path SourceDir() {
   const char* elsewhere = std::getenv("STATETAP_SOURCE_DIR");
   return elsewhere != nullptr ? elsewhere : STATETAP_SOURCE_DIR;
+}
+
+// STATETAP_COMM=nccl: whatever can run over NCCL here does.
+inline CudaOptions::Comm CommHere(int ranks) {
+  const char* wanted = std::getenv("STATETAP_COMM");
+  const bool nccl = wanted != nullptr && std::string_view(wanted) == "nccl";
+  return nccl && HasNccl() && ranks <= NumGpus() ? CudaOptions::Comm::kNccl
+                                                 : CudaOptions::Comm::kAuto;
 }
 
 inline void ExpectCuda(cudaError_t code) {

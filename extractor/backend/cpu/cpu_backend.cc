@@ -31,16 +31,26 @@ void RmsNorm(const float* x, const float* weight, int n, float eps, float* y) {
 }
 
 void* CpuBackend::Allocate(size_t bytes) {
+  used_.workspace += static_cast<int64_t>(bytes);
+  memory_.push_back(std::make_unique<std::byte[]>(bytes));
+  return memory_.back().get();
+}
+
+void* CpuBackend::AllocateHost(size_t bytes) {
+  used_.host += static_cast<int64_t>(bytes);
   memory_.push_back(std::make_unique<std::byte[]>(bytes));
   return memory_.back().get();
 }
 
 std::unique_ptr<Weight> CpuBackend::NewMatrix(int64_t rows, int64_t cols, DType stored) {
+  used_.weights += rows * cols * static_cast<int64_t>(SizeOf(stored));
   return std::make_unique<Matrix>(rows, cols, stored);
 }
 
 std::unique_ptr<Weight> CpuBackend::NewExperts(const ExpertsShape& shape) {
-  return std::make_unique<Experts>(shape);
+  auto experts = std::make_unique<Experts>(shape);
+  used_.weights += experts->size_bytes();
+  return experts;
 }
 
 const void* CpuBackend::NewRotary(std::span<const float> inverse_frequencies, int num_positions) {
@@ -64,6 +74,7 @@ void CpuBackend::NewKvCache(int num_layers, int num_pages, int width) {
       static_cast<size_t>(num_layers) * static_cast<size_t>(num_pages) * kPageTokens;
   cache_.reset(static_cast<float*>(std::calloc(rows * static_cast<size_t>(width), sizeof(float))));
   if (cache_ == nullptr) throw std::bad_alloc();
+  used_.kv_cache = static_cast<int64_t>(rows * static_cast<size_t>(width) * sizeof(float));
 }
 
 void CpuBackend::PlanScratch(const Limits& limits) {
@@ -81,6 +92,9 @@ void CpuBackend::PlanScratch(const Limits& limits) {
   expert_out_.resize(rows(limits.hidden));
   logits_.resize(2 * static_cast<size_t>(limits.max_logit_rows) *
                  static_cast<size_t>(limits.padded_vocab));
+  for (const auto* buffer :
+       {&sums_, &queries_, &heads_, &attention_, &gate_, &up_, &gathered_, &expert_out_, &logits_})
+    used_.workspace += static_cast<int64_t>(buffer->size() * sizeof(float));
 }
 
 Step CpuBackend::Begin(const StepPlan& plan, bool sharded) {

@@ -20,8 +20,9 @@ class CpuBackend : public Backend {
 
   Communicator& communicator() override { return communicator_; }
   size_t activation_bytes() const override { return sizeof(float); }
+  Memory memory() const override { return used_; }
   void* Allocate(size_t bytes) override;
-  void* AllocateHost(size_t bytes) override { return Allocate(bytes); }
+  void* AllocateHost(size_t bytes) override;
   std::unique_ptr<Weight> NewMatrix(int64_t rows, int64_t cols, DType stored) override;
   std::unique_ptr<Weight> NewExperts(const ExpertsShape& shape) override;
   void FinishWeights() override {}
@@ -60,6 +61,7 @@ class CpuBackend : public Backend {
 
   SharedCommunicator communicator_;
   WorkerPool pool_;
+  Memory used_;
   std::vector<std::unique_ptr<std::byte[]>> memory_;
   std::vector<std::unique_ptr<Rotary>> rotaries_;
   struct Free {

@@ -32,20 +32,25 @@ Matrix::Matrix(int64_t rows, int64_t cols, DType dtype)
     : rows_(rows),
       cols_(cols),
       dtype_(dtype),
-      bytes_(static_cast<size_t>(rows * cols) * SizeOf(dtype)) {}
+      bytes_(std::make_unique_for_overwrite<std::byte[]>(static_cast<size_t>(rows * cols) *
+                                                         SizeOf(dtype))) {}
 
 void Matrix::Fill(int, int64_t first_row, int64_t rows, const std::byte* from,
                   int64_t stride_bytes) {
   assert(first_row + rows <= rows_);
   const auto row_bytes = static_cast<int64_t>(static_cast<size_t>(cols_) * SizeOf(dtype_));
+  if (stride_bytes == row_bytes) {
+    std::memcpy(bytes_.get() + first_row * row_bytes, from, static_cast<size_t>(rows * row_bytes));
+    return;
+  }
   for (int64_t row = 0; row < rows; ++row) {
-    std::memcpy(bytes_.data() + (first_row + row) * row_bytes, from + row * stride_bytes,
+    std::memcpy(bytes_.get() + (first_row + row) * row_bytes, from + row * stride_bytes,
                 static_cast<size_t>(row_bytes));
   }
 }
 
 const std::byte* Matrix::RowBytes(int64_t row) const {
-  return bytes_.data() + static_cast<size_t>(row * cols_) * SizeOf(dtype_);
+  return bytes_.get() + static_cast<size_t>(row * cols_) * SizeOf(dtype_);
 }
 
 float Matrix::At(int64_t row, int64_t col) const {

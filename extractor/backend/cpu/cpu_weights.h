@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <vector>
 
 #include "extractor/backend/backend.h"
@@ -23,11 +24,12 @@ class Matrix final : public Weight {
   std::vector<float> ReadAll() const;
   int64_t rows() const { return rows_; }
   int64_t cols() const { return cols_; }
+  int64_t size_bytes() const { return rows_ * cols_ * static_cast<int64_t>(SizeOf(dtype_)); }
 
  private:
   int64_t rows_, cols_;
   DType dtype_;
-  std::vector<std::byte> bytes_;
+  std::unique_ptr<std::byte[]> bytes_;  // not touched before it is filled
 };
 
 // One layer's routed experts of a rank.
@@ -42,6 +44,11 @@ class Experts final : public Weight {
     return [this, slot, projection](int64_t row, float* to) { ReadRow(slot, projection, row, to); };
   }
   const ExpertsShape& shape() const { return shape_; }
+  int64_t size_bytes() const {
+    int64_t bytes = 0;
+    for (const Matrix& part : parts_) bytes += part.size_bytes();
+    return bytes;
+  }
 
  private:
   ExpertsShape shape_;

@@ -14,6 +14,7 @@ namespace statetap::cuda {
 namespace {
 
 constexpr size_t kAlign = 256;
+constexpr int64_t kReplicated = 256;  // tokens of a step whose residual stream every rank keeps
 
 size_t Padded(size_t bytes) { return (bytes + kAlign - 1) / kAlign * kAlign; }
 
@@ -52,24 +53,37 @@ CudaBackend::~CudaBackend() {
 
 void CudaBackend::Use() const { Check(cudaSetDevice(device_)); }
 
+Backend::Memory CudaBackend::memory() const {
+  Memory memory = used_;
+  memory.capture += static_cast<int64_t>(captured_.size());
+  memory.host += static_cast<int64_t>(captured_host_.size() + plan_host_.size());
+  return memory;
+}
+
 void* CudaBackend::Allocate(size_t bytes) {
   Use();
+  used_.workspace += static_cast<int64_t>(bytes);
   return memory_.emplace_back(bytes, /*zeroed=*/true).as<void>();
 }
 
 void* CudaBackend::AllocateHost(size_t bytes) {
   Use();
+  used_.host += static_cast<int64_t>(bytes);
   return host_memory_.emplace_back(bytes).as<void>();
 }
 
 std::unique_ptr<Weight> CudaBackend::NewMatrix(int64_t rows, int64_t cols, DType stored) {
   Use();
-  return std::make_unique<DeviceMatrix>(rows, cols, stored, uploader_);
+  auto matrix = std::make_unique<DeviceMatrix>(rows, cols, stored, uploader_);
+  used_.weights += matrix->size_bytes();
+  return matrix;
 }
 
 std::unique_ptr<Weight> CudaBackend::NewExperts(const ExpertsShape& shape) {
   Use();
-  return std::make_unique<DeviceExperts>(shape, uploader_);
+  auto experts = std::make_unique<DeviceExperts>(shape, uploader_);
+  used_.weights += shape.num_slots * experts->slot_bytes();
+  return experts;
 }
 
 void CudaBackend::FinishWeights() { uploader_.Finish(); }
@@ -96,6 +110,7 @@ void CudaBackend::NewKvCache(int num_layers, int num_pages, int width) {
   const size_t rows =
       static_cast<size_t>(num_layers) * static_cast<size_t>(num_pages) * kPageTokens;
   cache_ = DeviceBuffer(rows * static_cast<size_t>(width) * sizeof(bf16), /*zeroed=*/true);
+  used_.kv_cache = static_cast<int64_t>(cache_.size());
 }
 
 void CudaBackend::PlanScratch(const Limits& limits) {
@@ -104,6 +119,7 @@ void CudaBackend::PlanScratch(const Limits& limits) {
   limits_ = limits;
   const auto plan = [&](DeviceBuffer& buffer, int64_t rows, int64_t width, size_t element) {
     buffer = DeviceBuffer(static_cast<size_t>(rows * width) * element);
+    used_.workspace += static_cast<int64_t>(buffer.size());
   };
   const int64_t tokens = limits.max_tokens;
   plan(queries_, tokens, limits.query_dim, sizeof(bf16));
@@ -144,6 +160,12 @@ void CudaBackend::PlanScratch(const Limits& limits) {
   plan(logits_, limits.max_logit_rows, limits.padded_vocab / communicator_.world(), sizeof(float));
   plan(all_logits_, limits.max_logit_rows, limits.padded_vocab, sizeof(float));
   plan(results_, 3, tokens, sizeof(float));
+  // The states of a step on their way out: each rank's own rows, or all of a small step's.
+  const int64_t world = communicator_.world();
+  const int64_t own =
+      std::max((tokens + world - 1) / world, std::min<int64_t>(tokens, kReplicated));
+  captured_.Reserve(static_cast<size_t>(own * limits.num_boundaries * limits.hidden) *
+                    sizeof(bf16));
   results_host_ = PinnedBuffer(static_cast<size_t>(3 * tokens) * sizeof(float));
 }
 

@@ -22,6 +22,7 @@ class CudaBackend : public Backend {
 
   Communicator& communicator() override { return communicator_; }
   size_t activation_bytes() const override { return sizeof(bf16); }
+  Memory memory() const override;
   void* Allocate(size_t bytes) override;
   void* AllocateHost(size_t bytes) override;
   std::unique_ptr<Weight> NewMatrix(int64_t rows, int64_t cols, DType stored) override;
@@ -63,6 +64,7 @@ class CudaBackend : public Backend {
   void AttendExpanded(const Step& step, const AttentionParams& params, const bf16* cache);
 
   const int device_;
+  Memory used_;
   DeviceCommunicator communicator_;
   Uploader uploader_;
   Stream stream_, copies_;  // copies_: captured states to the host, under the next ops

@@ -59,8 +59,12 @@ void Uploader::Stage(Lane& lane, int64_t rows, size_t row_bytes, const std::byte
                      int64_t stride_bytes) {
   Check(cudaEventSynchronize(lane.busy.get()));
   auto* to = lane.host.as<std::byte>();
-  for (int64_t row = 0; row < rows; ++row)
-    std::memcpy(to + static_cast<size_t>(row) * row_bytes, from + row * stride_bytes, row_bytes);
+  if (stride_bytes == static_cast<int64_t>(row_bytes)) {
+    std::memcpy(to, from, static_cast<size_t>(rows) * row_bytes);
+  } else {
+    for (int64_t row = 0; row < rows; ++row)
+      std::memcpy(to + static_cast<size_t>(row) * row_bytes, from + row * stride_bytes, row_bytes);
+  }
   Check(cudaMemcpyAsync(lane.device.as<void>(), to, static_cast<size_t>(rows) * row_bytes,
                         cudaMemcpyHostToDevice, lane.stream.get()));
 }

@@ -73,6 +73,7 @@ class DeviceMatrix final : public Weight {
   const float* vector() const { return vector_.as<float>(); }
   int64_t rows() const { return rows_; }
   int64_t cols() const { return cols_; }
+  int64_t size_bytes() const { return static_cast<int64_t>(values_.size() + vector_.size()); }
 
  private:
   int64_t rows_, cols_;
