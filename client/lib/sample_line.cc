@@ -262,7 +262,7 @@ absl::Status SetId(const Json& line, v1::SampleInput& sample) {
   for (const char* name : {"custom_id", "id"}) {
     const Json* id = FindMember(line, name);
     if (id == nullptr) continue;
-    if (id->is_number_integer()) {
+    if (id->is_number_integer() || BigInteger(*id)) {
       sample.set_id(DumpJson(*id));
     } else if (id->is_string()) {
       sample.set_id(id->get<std::string>());

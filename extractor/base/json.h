@@ -1,7 +1,9 @@
-// JSON with key order kept and integers apart from floats (10 and 10.0 stay different).
+// JSON with key order kept and integers apart from floats (10 and 10.0 stay different), of any
+// size.
 #pragma once
 
 #include <nlohmann/json.hpp>
+#include <optional>
 #include <string>
 #include <string_view>
 
@@ -18,6 +20,10 @@ absl::StatusOr<Json> ParseJson(std::string_view text);
 
 // The member, or null where it is missing or holds null.
 const Json* FindMember(const Json& object, std::string_view key);
+
+// The digits of an integer beyond 64 bits; nothing for any other value. Such a value is of none of
+// the library's number types (is_number() is false), and DumpJson alone writes it.
+std::optional<std::string> BigInteger(const Json& value);
 
 // Compact text. Invalid UTF-8 inside strings becomes U+FFFD.
 std::string DumpJson(const Json& value);

@@ -41,7 +41,8 @@ absl::StatusOr<Json> EnumValueType(const Json& type) {
 }
 
 bool EnumValueFits(const Json& value, const Json& type) {
-  const bool integer = value.is_number_integer() || value.is_boolean();  // as in Python
+  const bool integer =
+      value.is_number_integer() || value.is_boolean() || BigInteger(value);  // as in Python
   if (value.is_null()) return true;
   if (type == "string") return value.is_string();
   if (type == "number") return integer || value.is_number();

@@ -80,6 +80,7 @@ void AppendJson(const Json& value, JsonSeparators separators, std::string* out) 
     case Json::value_t::number_float: *out += FloatRepr(value.get<double>()); break;
     case Json::value_t::number_integer: *out += fmt::to_string(value.get<int64_t>()); break;
     case Json::value_t::number_unsigned: *out += fmt::to_string(value.get<uint64_t>()); break;
+    case Json::value_t::binary: *out += *BigInteger(value); break;
     default: *out += "null"; break;
   }
 }
@@ -96,7 +97,7 @@ std::optional<std::string> PythonStr(const Json& value) {
   if (value.is_string()) return value.get<std::string>();
   if (value.is_null()) return "None";
   if (value.is_boolean()) return value.get<bool>() ? "True" : "False";
-  if (value.is_number()) return PythonJson(value);
+  if (value.is_number() || BigInteger(value)) return PythonJson(value);
   return std::nullopt;
 }
 
@@ -104,6 +105,7 @@ bool PythonTruth(const Json& value) {
   switch (value.type()) {
     case Json::value_t::null: return false;
     case Json::value_t::boolean: return value.get<bool>();
+    case Json::value_t::binary: return true;  // beyond 64 bits
     case Json::value_t::string: return !value.get_ref<const std::string&>().empty();
     case Json::value_t::array:
     case Json::value_t::object: return !value.empty();

@@ -7,6 +7,7 @@
 #include "extractor/base/dtype.h"
 #include "extractor/base/file.h"
 #include "extractor/base/json.h"
+#include "extractor/base/text.h"
 #include "extractor/base/worker_pool.h"
 #include "tests/support/status_matchers.h"
 #include "tests/support/temp_dir.h"
@@ -53,6 +54,20 @@ TEST(JsonTest, KeepsKeyOrderAndNumberForms) {
   EXPECT_EQ(DumpJson(*json), R"({"z":10,"a":10.0,"m":1e+22,"k":18446744073709551615})");
 }
 
+TEST(JsonTest, IntegersBeyond64BitsKeepTheirDigits) {
+  const std::string text =
+      R"({"a":[1,-170141183460469231731687303715884105728],"b":18446744073709551616,)"
+      R"("c\"":{"d":123456789012345678901234567890},"e":1e30})";
+  ASSERT_OK_AND_ASSIGN(const Json json, ParseJson(text));
+  EXPECT_EQ(BigInteger(json["b"]), "18446744073709551616");
+  EXPECT_EQ(BigInteger(json["a"][0]), std::nullopt);
+  EXPECT_EQ(BigInteger(json["e"]), std::nullopt);
+  const std::string dumped = DumpJson(json);
+  EXPECT_EQ(dumped.substr(0, dumped.find("\"e\"")), text.substr(0, text.find("\"e\"")));
+  ASSERT_OK_AND_ASSIGN(const Json again, ParseJson(dumped));
+  EXPECT_EQ(again, json);
+}
+
 TEST(JsonTest, RefusesWhatReadersDisagreeOn) {
   EXPECT_THAT(ParseJson(R"({"a": 1, "b": {"a": 1}, "a": 2})"),
               StatusIs(absl::StatusCode::kInvalidArgument, "\"a\" is given twice"));
@@ -74,6 +89,21 @@ TEST(JsonTest, ManyKeysAreRefusedAtOnce) {
   EXPECT_OK(with_keys(4096));
   EXPECT_THAT(with_keys(1'000'000),
               StatusIs(absl::StatusCode::kInvalidArgument, "more than 4096 keys"));
+}
+
+TEST(TextTest, CutKeepsBeginningEndAndWholeCharacters) {
+  EXPECT_EQ(CutMiddle("short", 5), "short");
+  std::string text = "field: ";
+  for (int i = 0; i < 1000; ++i) text += "ü";
+  text += "; the remedy";
+  for (size_t most = 60; most < 70; ++most) {
+    const std::string cut = CutMiddle(text, most);
+    EXPECT_LE(cut.size(), most + 40);
+    EXPECT_TRUE(cut.starts_with("field: ü"));
+    EXPECT_TRUE(cut.ends_with("ü; the remedy"));
+    EXPECT_OK(ParseJson(fmt::format("\"{}\"", cut)));  // UTF-8
+  }
+  EXPECT_EQ(CountCharacters("aü€𝄞"), 4u);
 }
 
 TEST(FileTest, AtomicWriteReplacesAndLeavesNoTemporary) {

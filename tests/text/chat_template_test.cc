@@ -285,5 +285,18 @@ TEST(TemplateNamesTest, DigestsTellTemplatesApart) {
   EXPECT_EQ(TemplateDigest(TemplateKind::kKimiK25), TemplateDigest(TemplateKind::kKimiK25));
 }
 
+TEST(ChatTemplateTest, IntegersBeyond64BitsKeepTheirDigitsInToolArguments) {
+  ASSERT_OK_AND_ASSIGN(
+      const Json messages,
+      ParseJson(
+          R"([{"role":"user","content":"x"},{"role":"assistant","content":"","tool_calls":)"
+          R"([{"id":"functions.f:0","function":{"name":"f","arguments":)"
+          R"({"big":123456789012345678901234567890,"small":1,"list":[-18446744073709551616]}}}]}])"));
+  ASSERT_OK_AND_ASSIGN(const auto segments, RenderChat(messages, nullptr, {}));
+  EXPECT_THAT(TextOf(segments),
+              ::testing::HasSubstr(R"({"big": 123456789012345678901234567890, "small": 1, )"
+                                   R"("list": [-18446744073709551616]})"));
+}
+
 }  // namespace
 }  // namespace statetap
