@@ -262,8 +262,7 @@ absl::Status Admission::Add(const google::protobuf::RepeatedPtrField<v1::SampleI
   if (samples.empty()) return absl::OkStatus();
   for (const v1::SampleInput& sample : samples) STATETAP_RETURN_IF_ERROR(ResolveMode(sample));
   if (!open_) {
-    STATETAP_ASSIGN_OR_RETURN(const int64_t key,
-                              store_->CreateJob(model_->Content(plan_->text.kind)));
+    STATETAP_ASSIGN_OR_RETURN(const int64_t key, store_->CreateJob(ContentOf(*plan_, *model_)));
     open_.emplace(*store_, key);
   }
   std::vector<SampleRow> rows(static_cast<size_t>(samples.size()));

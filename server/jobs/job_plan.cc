@@ -158,6 +158,12 @@ absl::StatusOr<JobPlan> PlanOfStored(std::string_view serialized_options,
   return PlanJob(options, options.mode() == v1::JOB_MODE_GENERATE, model);
 }
 
+ContentConfig ContentOf(const JobPlan& plan, const ServedModel& model) {
+  ContentConfig content = model.Content(plan.text.kind);
+  if (!plan.text.generate) content.stop_ids.clear();
+  return content;
+}
+
 int32_t MaxNewTokens(const JobPlan& plan, const SampleRow& sample) {
   const auto room = plan.options.max_length() - static_cast<int32_t>(sample.ids.size());
   const int32_t wanted =

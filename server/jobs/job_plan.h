@@ -35,6 +35,9 @@ absl::StatusOr<JobPlan> PlanJob(const v1::JobOptions& options, bool generate,
 // Of a stored job, whose defaults were filled in when it was made.
 absl::StatusOr<JobPlan> PlanOfStored(std::string_view serialized_options, const ServedModel& model);
 
+// What the job's content depends on besides its options.
+ContentConfig ContentOf(const JobPlan& plan, const ServedModel& model);
+
 // What the engine is asked for. `id`: the sample's, which its random numbers depend on.
 SampleTask TaskOf(const JobPlan& plan, const SampleRow& sample, std::string_view id,
                   const ServedModel& model);

@@ -85,7 +85,7 @@ ShardConfig JobRunner::ShardConfigOf(const JobRecord& record, const JobPlan& pla
 absl::Status JobRunner::Activate(const JobRecord& record) {
   const absl::StatusOr<JobPlan> plan = PlanOfStored(record.options, model_);
   if (!plan.ok()) return store_.MarkWaiting(record.key, MessageOf(plan.status()));
-  const std::string conflict = ContentConflict(record.content, model_.Content(plan->text.kind));
+  const std::string conflict = ContentConflict(record.content, ContentOf(*plan, model_));
   if (!conflict.empty()) {
     LogWarning("{} waits: {}", record.id, conflict);
     return store_.MarkWaiting(record.key, conflict);

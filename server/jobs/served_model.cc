@@ -10,12 +10,6 @@
 namespace statetap {
 namespace {
 
-void AddEos(const Json& eos, std::vector<int32_t>& ids) {
-  if (eos.is_number_integer()) ids.push_back(eos.get<int32_t>());
-  if (!eos.is_array()) return;
-  for (const Json& id : eos) AddEos(id, ids);
-}
-
 // The outer model_type tells K2.5 from the text models that share its inner configuration.
 absl::StatusOr<std::string> OuterModelType(const std::filesystem::path& folder) {
   STATETAP_ASSIGN_OR_RETURN(const std::string text, ReadWholeFile(folder / "config.json"));
@@ -24,20 +18,8 @@ absl::StatusOr<std::string> OuterModelType(const std::filesystem::path& folder) 
   return type != nullptr && type->is_string() ? type->get<std::string>() : "";
 }
 
-}  // namespace
-
-absl::StatusOr<std::vector<int32_t>> StopIds(const std::filesystem::path& folder,
-                                             const ModelConfig& config,
-                                             const Tokenizer& tokenizer) {
-  std::vector<int32_t> ids;
-  const std::filesystem::path path = folder / "generation_config.json";
-  if (std::filesystem::exists(path)) {
-    STATETAP_ASSIGN_OR_RETURN(const std::string text, ReadWholeFile(path, int64_t{1} << 20));
-    const absl::StatusOr<Json> json = ParseJson(text);
-    if (!json.ok()) return WithContext(json.status(), path.string());
-    if (const Json* eos = FindMember(*json, "eos_token_id")) AddEos(*eos, ids);
-  }
-  if (config.eos_id >= 0) ids.push_back(config.eos_id);
+std::vector<int32_t> StopIds(const CheckpointIndex& checkpoint, const Tokenizer& tokenizer) {
+  std::vector<int32_t> ids = checkpoint.stop_ids();
   for (const std::string_view name : {"<|im_end|>", "[EOS]"}) {
     if (const auto id = tokenizer.SpecialId(name)) ids.push_back(*id);
   }
@@ -45,6 +27,8 @@ absl::StatusOr<std::vector<int32_t>> StopIds(const std::filesystem::path& folder
   ids.erase(std::unique(ids.begin(), ids.end()), ids.end());
   return ids;
 }
+
+}  // namespace
 
 absl::StatusOr<ServedModel> ServedModel::Of(const CheckpointIndex& checkpoint,
                                             const EngineOptions& options, const EngineInfo& info) {
@@ -59,8 +43,7 @@ absl::StatusOr<ServedModel> ServedModel::Of(const CheckpointIndex& checkpoint,
   model.tokenizer = std::make_shared<const Tokenizer>(std::move(tokenizer));
   STATETAP_ASSIGN_OR_RETURN(const std::string model_type, OuterModelType(checkpoint.folder()));
   model.template_kind = DetectTemplate(model_type, *model.tokenizer);
-  STATETAP_ASSIGN_OR_RETURN(model.stop_ids,
-                            StopIds(checkpoint.folder(), model.config, *model.tokenizer));
+  model.stop_ids = StopIds(checkpoint, *model.tokenizer);
   model.inner_eps = options.inner_eps > 0 ? options.inner_eps : model.config.rms_norm_eps;
   model.max_seq_len = info.max_seq_len;
   return model;
@@ -73,7 +56,8 @@ std::vector<int> ServedModel::DefaultTaps() const {
 }
 
 ContentConfig ServedModel::Content(TemplateKind kind) const {
-  return {digest, tokenizer->digest(), TemplateDigest(kind), "bf16", inner_eps};
+  return {digest, tokenizer->digest(), TemplateDigest(kind),
+          "bf16", inner_eps,           fmt::format("[{}]", fmt::join(stop_ids, ","))};
 }
 
 bool ServedModel::IsStop(int32_t id) const {
@@ -111,6 +95,8 @@ std::string ContentConflict(const ContentConfig& job, const ContentConfig& serve
   if (job.dtype != server.dtype) return differs("dtype", job.dtype, server.dtype);
   if (job.inner_eps != server.inner_eps)
     return differs("inner_eps", job.inner_eps, server.inner_eps);
+  if (!job.stop_ids.empty() && job.stop_ids != server.stop_ids)
+    return differs("stop ids (eos_token_id)", job.stop_ids, server.stop_ids);
   return "";
 }
 

@@ -23,11 +23,13 @@ struct ServedModel {
   int64_t parameters = 0;
   std::shared_ptr<const Tokenizer> tokenizer;
   TemplateKind template_kind = TemplateKind::kNone;
-  std::vector<int32_t> stop_ids;  // sampling one ends an answer
+  // Sampling one ends an answer: the checkpoint's, and <|im_end|> and [EOS] where the tokenizer
+  // names them. Ascending, each once.
+  std::vector<int32_t> stop_ids;
   double inner_eps = 0;
   int max_seq_len = 0;
 
-  // Opens the tokenizer beside the weights and reads generation_config.json where there is one.
+  // Opens the tokenizer beside the weights.
   static absl::StatusOr<ServedModel> Of(const CheckpointIndex& checkpoint,
                                         const EngineOptions& options, const EngineInfo& info);
   // Boundaries 2, N/2, N−3; empty below 7 layers, where they must be given.
@@ -37,11 +39,6 @@ struct ServedModel {
   std::string RopeJson() const;  // the rope parameters as a JSON object
   std::string_view quantization() const { return quantized ? "int4-g32" : "none"; }
 };
-
-// The ids that end an answer: eos of generation_config.json (a number or a list) and of the config,
-// and <|im_end|> and [EOS] where the tokenizer names them. Ascending, without duplicates.
-absl::StatusOr<std::vector<int32_t>> StopIds(const std::filesystem::path& folder,
-                                             const ModelConfig& config, const Tokenizer& tokenizer);
 
 // Empty, or which field of a job's content differs from what this server would make, with both
 // values and what would help.

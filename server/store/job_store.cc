@@ -9,13 +9,15 @@
 namespace statetap {
 namespace {
 
-constexpr int kSchemaVersion = 2;
+constexpr int kSchemaVersion = 3;
 
 // From version i + 1 to i + 2.
 constexpr std::string_view kMigrations[] = {
     "ALTER TABLE samples ADD COLUMN excluded INTEGER NOT NULL DEFAULT 0;"
     "CREATE TABLE doomed (id TEXT PRIMARY KEY) WITHOUT ROWID;",
+    "ALTER TABLE jobs ADD COLUMN stop_ids TEXT NOT NULL DEFAULT '';",
 };
+static_assert(std::size(kMigrations) == kSchemaVersion - 1);
 
 absl::Status PrepareSchema(SqlConnection& connection, const std::filesystem::path& file) {
   // WAL: readers go on beside the writer. FULL: a transaction that returned survives a power cut.

@@ -51,6 +51,9 @@ struct ContentConfig {
   std::string weight_digest, tokenizer_digest, template_digest;
   std::string dtype = "bf16";
   double inner_eps = 0;
+  // "[2049,2050]": sampling one ends an answer. Empty: nothing is sampled, or the job is
+  // older than the column.
+  std::string stop_ids;
 };
 
 struct JobRecord {
@@ -121,7 +124,8 @@ class JobStore {
     // Recounts the samples in every transaction and refuses one that breaks the equation. Tests.
     bool verify_counts = false;
   };
-  // Creates the file where it is missing; jobs whose upload never ended are removed.
+  // Creates the file where it is missing, brings one of an older version up to this one; jobs whose
+  // upload never ended are removed.
   // FAILED_PRECONDITION for a file of a newer version.
   static absl::StatusOr<std::unique_ptr<JobStore>> Open(const std::filesystem::path& file,
                                                         const Options& options);

@@ -10,7 +10,7 @@ namespace {
 constexpr std::string_view kJobColumns =
     "key, id, COALESCE(name, ''), message, state, options, digest, created, started, ended, "
     "weight_digest, tokenizer_digest, template_digest, dtype, inner_eps, submitted, stored, "
-    "rejected, cancelled, to_do, excluded, evicted, tokens, generated, bytes";
+    "rejected, cancelled, to_do, excluded, evicted, tokens, generated, bytes, stop_ids";
 
 JobRecord ReadJob(const SqlRow& row) {
   JobRecord job;
@@ -24,7 +24,8 @@ JobRecord ReadJob(const SqlRow& row) {
   job.created_ms = row.Int(7);
   job.started_ms = row.Int(8);
   job.ended_ms = row.Int(9);
-  job.content = {row.Text(10), row.Text(11), row.Text(12), row.Text(13), row.Real(14)};
+  job.content = {row.Text(10), row.Text(11), row.Text(12),
+                 row.Text(13), row.Real(14), row.Text(25)};
   job.counts = {row.Int(15), row.Int(16), row.Int(17), row.Int(18),
                 row.Int(19), row.Int(20), row.Int(21)};
   job.tokens = row.Int(22);

@@ -27,11 +27,11 @@ constexpr std::string_view kDifferingSample =
 
 absl::StatusOr<int64_t> JobStore::CreateJob(const ContentConfig& content) {
   const std::lock_guard lock(write_mutex_);
-  STATETAP_RETURN_IF_ERROR(
-      write_.Run("INSERT INTO jobs (id, state, options, created, weight_digest, tokenizer_digest, "
-                 "template_digest, dtype, inner_eps) VALUES (?, 0, '', ?, ?, ?, ?, ?, ?)",
-                 RandomId(), NowUnixMs(), content.weight_digest, content.tokenizer_digest,
-                 content.template_digest, content.dtype, content.inner_eps));
+  STATETAP_RETURN_IF_ERROR(write_.Run(
+      "INSERT INTO jobs (id, state, options, created, weight_digest, tokenizer_digest, "
+      "template_digest, dtype, inner_eps, stop_ids) VALUES (?, 0, '', ?, ?, ?, ?, ?, ?, ?)",
+      RandomId(), NowUnixMs(), content.weight_digest, content.tokenizer_digest,
+      content.template_digest, content.dtype, content.inner_eps, content.stop_ids));
   return write_.last_row();
 }
 

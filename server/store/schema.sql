@@ -1,4 +1,4 @@
--- The store's tables, version 2 (PRAGMA user_version). Times are Unix milliseconds.
+-- The store's tables, version 3 (PRAGMA user_version; job_store.cc brings older files up to it). Times are Unix milliseconds.
 
 CREATE TABLE jobs (
   key INTEGER PRIMARY KEY AUTOINCREMENT,
@@ -17,6 +17,7 @@ CREATE TABLE jobs (
   template_digest TEXT NOT NULL,
   dtype TEXT NOT NULL,
   inner_eps REAL NOT NULL,
+  stop_ids TEXT NOT NULL DEFAULT '',  -- [2049,2050]; empty: nothing is sampled, or an older job
   -- submitted = stored + rejected + cancelled + to_do; kept in the transaction that changes samples.
   submitted INTEGER NOT NULL DEFAULT 0,
   stored INTEGER NOT NULL DEFAULT 0,
@@ -91,4 +92,4 @@ CREATE TABLE acks (
 -- Deleted jobs whose files are still to be removed.
 CREATE TABLE doomed (id TEXT PRIMARY KEY) WITHOUT ROWID;
 
-PRAGMA user_version = 2;
+PRAGMA user_version = 3;

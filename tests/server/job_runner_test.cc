@@ -348,6 +348,40 @@ TEST(JobRunnerTest, OtherConfigurationMakesTheJobWaitAndNamesTheField) {
   EXPECT_EQ(harness.WaitForEnd(job).counts.stored, 4);
 }
 
+TEST(JobRunnerTest, OtherStopIdsMakeAJobOfAnswersWait) {
+  JobHarness harness;
+  ASSERT_OK_AND_ASSIGN(const JobRecord job, harness.Submit(Options(), Chats(4)));
+  ASSERT_OK_AND_ASSIGN(const JobRecord prefill, harness.Submit({}, {IdsSample("a", {1, 2, 3})}));
+  harness.Restart();
+  harness.model.stop_ids = {2050};
+  harness.Run();
+  ASSERT_OK_AND_ASSIGN(const JobRecord waiting, harness.store->GetJob(job.key));
+  EXPECT_EQ(NameOf(waiting.state), "waiting");
+  EXPECT_THAT(waiting.message, HasSubstr("stop ids"));
+  EXPECT_THAT(waiting.message, HasSubstr("[2049,2050]"));
+  EXPECT_THAT(waiting.message, HasSubstr("[2050]"));
+  EXPECT_EQ(harness.WaitForEnd(prefill).counts.stored, 1);  // nothing is sampled there
+}
+
+// As generation_config.json is read: changing it changes what a job's content depends on.
+TEST(ServedModelTest, StopIdsAreTheCheckpointsAndTheNamedOnes) {
+  const testing::TempDir dir;
+  const std::filesystem::path folder = dir / "model";
+  std::filesystem::copy(std::filesystem::path(STATETAP_SOURCE_DIR) / "models/tiny-kimi", folder);
+  const auto content = [&]() -> absl::StatusOr<ContentConfig> {
+    STATETAP_ASSIGN_OR_RETURN(const CheckpointIndex index, CheckpointIndex::Open(folder));
+    STATETAP_ASSIGN_OR_RETURN(const ServedModel model, ServedModel::Of(index, {}, {}));
+    return model.Content(model.template_kind);
+  };
+  ASSERT_OK_AND_ASSIGN(const ContentConfig before, content());
+  EXPECT_EQ(before.stop_ids, "[2049,2050]");
+  std::ofstream(folder / "generation_config.json") << R"({"eos_token_id": [2050, 7]})";
+  ASSERT_OK_AND_ASSIGN(const ContentConfig after, content());
+  EXPECT_EQ(after.stop_ids, "[7,2049,2050]");
+  EXPECT_THAT(ContentConflict(before, after), HasSubstr("stop ids"));
+  EXPECT_EQ(ContentConflict(before, before), "");
+}
+
 TEST(JobRunnerTest, StartRemovesUnfinishedFilesAndTakesOverUnnotedShards) {
   JobHarness harness;
   harness.Run();

@@ -172,6 +172,22 @@ TEST_F(JobStoreTest, GroupsAcknowledgeApart) {
   EXPECT_EQ(*store_->CountUnacknowledged(job.key, "h"), 3);
 }
 
+TEST_F(JobStoreTest, FileOfTheSecondVersionIsBroughtUpToDate) {
+  ASSERT_OK_AND_ASSIGN(const JobRecord job, Publish({Sample("a")}));
+  store_.reset();
+  {
+    ASSERT_OK_AND_ASSIGN(
+        auto older, SqlConnection::Open(dir_ / "statetap.db", SqlConnection::Access::kReadWrite));
+    ASSERT_OK(older.Execute("ALTER TABLE jobs DROP COLUMN stop_ids; PRAGMA user_version = 2"));
+  }
+  Reopen();
+  ASSERT_OK_AND_ASSIGN(const JobRecord again, store_->GetJob(job.key));
+  EXPECT_EQ(again.name, "job");
+  EXPECT_EQ(again.content.stop_ids, "");
+  ASSERT_OK_AND_ASSIGN(const int64_t key, store_->CreateJob({.stop_ids = "[1]"}));
+  EXPECT_EQ(store_->GetJob(key)->content.stop_ids, "[1]");
+}
+
 TEST_F(JobStoreTest, RefusesAFileThatIsNoStoreOrIsNewer) {
   ASSERT_OK(WriteFileAtomically(dir_ / "text.db", std::string(4096, 'x')));
   EXPECT_THAT(JobStore::Open(dir_ / "text.db", {}),
