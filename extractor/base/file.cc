@@ -1,10 +1,12 @@
 #include "extractor/base/file.h"
 
 #include <fcntl.h>
+#include <sys/file.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
 #include <cerrno>
+#include <random>
 #include <system_error>
 #include <utility>
 
@@ -161,16 +163,31 @@ absl::Status SyncFolder(const std::filesystem::path& folder) {
 }
 
 absl::Status WriteFileAtomically(const std::filesystem::path& path, std::string_view content) {
+  // A name of its own: another process may write the same file at this moment.
+  std::random_device random;
   std::filesystem::path temporary = path;
-  temporary += ".partial";
-  {
+  temporary += fmt::format(".{:08x}{:08x}.partial", random(), random());
+  const auto write = [&]() -> absl::Status {
     STATETAP_ASSIGN_OR_RETURN(const File file, File::Create(temporary));
     STATETAP_RETURN_IF_ERROR(file.WriteAt(0, std::as_bytes(std::span(content))));
     STATETAP_RETURN_IF_ERROR(file.Sync());
+    if (rename(temporary.c_str(), path.c_str()) != 0)
+      return ErrnoStatus(errno, "cannot rename to", path);
+    return absl::OkStatus();
+  };
+  if (const absl::Status status = write(); !status.ok()) {
+    unlink(temporary.c_str());
+    return status;
   }
-  if (rename(temporary.c_str(), path.c_str()) != 0)
-    return ErrnoStatus(errno, "cannot rename to", path);
   return SyncFolder(path.parent_path().empty() ? "." : path.parent_path());
+}
+
+absl::StatusOr<File> LockFolder(const std::filesystem::path& folder) {
+  STATETAP_ASSIGN_OR_RETURN(File file, File::OpenForRead(folder));
+  if (flock(file.descriptor(), LOCK_EX | LOCK_NB) == 0) return file;
+  if (errno != EWOULDBLOCK) return ErrnoStatus(errno, "cannot lock", folder);
+  return absl::FailedPreconditionError(
+      fmt::format("{} is in use by another process", folder.string()));
 }
 
 }  // namespace statetap

@@ -57,6 +57,8 @@ class File {
 absl::StatusOr<std::string> ReadWholeFile(const std::filesystem::path& path,
                                           int64_t max_bytes = int64_t{1} << 30);
 absl::Status SyncFolder(const std::filesystem::path& folder);
+// Holds a folder for one process until the File is gone. FAILED_PRECONDITION where another has it.
+absl::StatusOr<File> LockFolder(const std::filesystem::path& folder);
 // Temporary beside it, sync, rename, sync the folder.
 absl::Status WriteFileAtomically(const std::filesystem::path& path, std::string_view content);
 

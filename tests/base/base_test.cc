@@ -2,6 +2,7 @@
 #include <cstring>
 #include <limits>
 #include <numeric>
+#include <thread>
 
 #include "extractor/base/digest.h"
 #include "extractor/base/dtype.h"
@@ -112,6 +113,32 @@ TEST(FileTest, AtomicWriteReplacesAndLeavesNoTemporary) {
   ASSERT_OK(WriteFileAtomically(dir / "a", "two"));
   EXPECT_EQ(*ReadWholeFile(dir / "a"), "two");
   EXPECT_EQ(std::distance(std::filesystem::directory_iterator(dir.path()), {}), 1);
+}
+
+// Two writers of one file: each writes a temporary of its own, and one of them wins whole.
+TEST(FileTest, WritersOfOneFileDoNotMeet) {
+  testing::TempDir dir;
+  const std::string a(100'000, 'a'), b(70'000, 'b');
+  std::thread other([&] {
+    for (int i = 0; i < 50; ++i) EXPECT_OK(WriteFileAtomically(dir / "f", b));
+  });
+  for (int i = 0; i < 50; ++i) {
+    EXPECT_OK(WriteFileAtomically(dir / "f", a));
+    const std::string now = *ReadWholeFile(dir / "f");
+    EXPECT_TRUE(now == a || now == b) << now.size();
+  }
+  other.join();
+  EXPECT_EQ(std::distance(std::filesystem::directory_iterator(dir.path()), {}), 1);
+}
+
+TEST(FileTest, FolderIsHeldByOne) {
+  testing::TempDir dir;
+  {
+    ASSERT_OK_AND_ASSIGN(const File held, LockFolder(dir.path()));
+    EXPECT_THAT(LockFolder(dir.path()),
+                StatusIs(absl::StatusCode::kFailedPrecondition, "in use by another"));
+  }
+  EXPECT_OK(LockFolder(dir.path()));
 }
 
 TEST(FileTest, ErrorsNameThePath) {
