@@ -19,6 +19,13 @@ absl::StatusOr<SpecialTokens> SpecialTokens::Parse(const Json& config, int32_t f
         "added_tokens_decoder is missing or no object; it names the special tokens");
   for (const auto& [key, entry] : entries->items())
     STATETAP_RETURN_IF_ERROR(tokens.Name(key, entry));
+  if (!entries->empty() && tokens.lowest_ > first_id) {
+    return absl::InvalidArgumentError(
+        fmt::format("added_tokens_decoder begins at {}, but tiktoken.model has the ordinary tokens "
+                    "0 to {} only: "
+                    "one of the two files is cut or of another model",
+                    tokens.lowest_, first_id - 1));
+  }
   STATETAP_RETURN_IF_ERROR(tokens.BuildIndex());
   return tokens;
 }
@@ -38,6 +45,7 @@ absl::Status SpecialTokens::Name(const std::string& key, const Json& entry) {
         fmt::format("added_tokens_decoder[{}] is the id of an ordinary token; tiktoken.model has {}"
                     " of them and specials come behind",
                     key, first_id_));
+  lowest_ = std::min(lowest_, id);
   if (Contains(id)) names_[id - first_id_] = content->get<std::string>();
   return absl::OkStatus();
 }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <limits>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -20,7 +21,8 @@ class SpecialTokens {
 
   // `config`: a tokenizer_config.json; its added_tokens_decoder maps an id to an object with
   // `content`. An id without a name gets "<|reserved_token_ID|>"; ids beyond the 256 (an early
-  // K2-Instruct has two) have no embedding row and are left out. INVALID_ARGUMENT names the field.
+  // K2-Instruct has two) have no embedding row and are left out. INVALID_ARGUMENT names the field;
+  // also where the first name is not that of first_id: then tokens are missing between.
   static absl::StatusOr<SpecialTokens> Parse(const Json& config, int32_t first_id);
 
   std::optional<int32_t> IdOf(std::string_view name) const;
@@ -39,6 +41,7 @@ class SpecialTokens {
   absl::Status BuildIndex();
 
   int32_t first_id_ = 0;
+  int32_t lowest_ = std::numeric_limits<int32_t>::max();  // that has a name
   std::vector<std::string> names_;
   std::unordered_map<std::string, int32_t> ids_;
   std::vector<size_t> lengths_;  // that occur, longest first

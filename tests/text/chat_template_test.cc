@@ -270,9 +270,12 @@ TEST(TemplateNamesTest, TheTokenizerDecidesWhereTheConfigDoesNot) {
                                   fmt::format(R"({{"added_tokens_decoder": {{{}}}}})", names)));
     return DetectTemplate("kimi_k2", Tokenizer::Open(folder.path()).value());
   };
-  EXPECT_EQ(detect(R"("20017": {"content": "<|im_middle|>"}, "20022": {"content": "<think>"})"),
-            TemplateKind::kKimiK2Thinking);
-  EXPECT_EQ(detect(R"("20017": {"content": "<|im_middle|>"})"), TemplateKind::kKimiK2Instruct);
+  EXPECT_EQ(
+      detect(
+          R"("20000": {"content": "[BOS]"}, "20017": {"content": "<|im_middle|>"}, "20022": {"content": "<think>"})"),
+      TemplateKind::kKimiK2Thinking);
+  EXPECT_EQ(detect(R"("20000": {"content": "[BOS]"}, "20017": {"content": "<|im_middle|>"})"),
+            TemplateKind::kKimiK2Instruct);
   EXPECT_EQ(detect(""), TemplateKind::kNone);
   EXPECT_EQ(DetectTemplate("kimi_k25", OpenBpe20k()), TemplateKind::kKimiK25);
 }

@@ -274,7 +274,8 @@ TEST_F(TokenizerFilesTest, IdsBehindTheSpecialsAreLeftOut) {
   ASSERT_OK_AND_ASSIGN(
       const Tokenizer tokenizer,
       Open(model_,
-           R"({"added_tokens_decoder": {"20255": {"content": "a"}, "20256": {"content": "b"}}})"));
+           R"({"added_tokens_decoder": {"20000": {"content": "[BOS]"}, "20255": {"content": "a"},)"
+           R"( "20256": {"content": "b"}}})"));
   EXPECT_EQ(tokenizer.SpecialId("a"), 20'255);
   EXPECT_EQ(tokenizer.SpecialId("b"), std::nullopt);
   EXPECT_EQ(tokenizer.vocab(), 20'256);
@@ -314,6 +315,22 @@ TEST(Utf8Test, OnlyACharacterThatCanBeCompletedIsATail) {
   EXPECT_EQ(IncompleteUtf8Tail("a\xf0\x9f\x8e"), 3u);
   EXPECT_EQ(IncompleteUtf8Tail("a\xed\xa0"), 0u);
   EXPECT_EQ(IncompleteUtf8Tail("a\x80"), 0u);
+}
+
+TEST(TokenizerTest, VocabularyThatLostItsEndIsRefused) {
+  const testing::TempDir dir;
+  const auto from = std::filesystem::path(STATETAP_SOURCE_DIR) / "models/tiny-kimi";
+  ASSERT_OK_AND_ASSIGN(const std::string model, ReadWholeFile(from / "tiktoken.model"));
+  std::filesystem::copy(from / "tokenizer_config.json", dir / "tokenizer_config.json");
+  ASSERT_OK(WriteFileAtomically(dir / "tiktoken.model", model));
+  EXPECT_OK(Tokenizer::Open(dir.path()));
+  size_t cut = model.size() - 1;
+  for (int lines = 1; lines <= 3; ++lines) {
+    cut = model.rfind('\n', cut - 1);
+    ASSERT_OK(WriteFileAtomically(dir / "tiktoken.model", model.substr(0, cut + 1)));
+    EXPECT_THAT(Tokenizer::Open(dir.path()),
+                StatusIs(absl::StatusCode::kInvalidArgument, "begins at 2048"));
+  }
 }
 
 }  // namespace
