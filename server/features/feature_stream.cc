@@ -1,7 +1,10 @@
 #include "server/features/feature_stream.h"
 
 #include <algorithm>
+#include <filesystem>
 #include <utility>
+
+#include "extractor/base/log.h"
 
 namespace statetap {
 namespace {
@@ -19,6 +22,8 @@ absl::StatusOr<std::unique_ptr<FeatureStream>> FeatureStream::Open(JobStore& sto
                                                                    ShardCache& shards,
                                                                    ConsumerGroups& groups,
                                                                    const v1::StreamStart& start) {
+  STATETAP_RETURN_IF_ERROR(
+      CheckBoundaries(std::vector<int>(start.boundaries().begin(), start.boundaries().end())));
   STATETAP_ASSIGN_OR_RETURN(JobRecord job, store.GetJob(start.job()));
   return std::unique_ptr<FeatureStream>(
       new FeatureStream(store, shards, groups, start, std::move(job)));
@@ -54,9 +59,9 @@ absl::Status FeatureStream::SendAll(const FeatureOutlet& outlet) {
   int64_t samples = 0;
   JobState state = job_.state;
   while (true) {
-    STATETAP_ASSIGN_OR_RETURN(const bool sent, SendNext(outlet));
-    samples += sent ? 1 : 0;
-    if (sent) continue;
+    STATETAP_ASSIGN_OR_RETURN(const Step step, SendNext(outlet));
+    samples += step == Step::kSent ? 1 : 0;
+    if (step != Step::kNothing) continue;
     STATETAP_ASSIGN_OR_RETURN(const JobRecord now, store_.GetJob(job_.key));
     // Ended is looked at before the last look for samples: none can come between.
     if (!start_.follow() || HasEnded(state)) break;
@@ -64,10 +69,40 @@ absl::Status FeatureStream::SendAll(const FeatureOutlet& outlet) {
     STATETAP_RETURN_IF_ERROR(WaitForMore());
   }
   if (!header_sent_) STATETAP_RETURN_IF_ERROR(SendHeader(outlet));
+  STATETAP_RETURN_IF_ERROR(SendEnd(samples, outlet));
+  STATETAP_RETURN_IF_ERROR(WaitForAcknowledgements());
+  return Damage();
+}
+
+absl::Status FeatureStream::SendEnd(int64_t samples, const FeatureOutlet& outlet) {
   v1::StreamFeaturesResponse end;
   end.mutable_end()->set_samples(samples);
-  if (!outlet(end)) return Gone();
-  return WaitForAcknowledgements();
+  for (const auto& [path, damage] : damaged_) *end.mutable_end()->add_damaged() = damage;
+  return outlet(end) ? absl::OkStatus() : Gone();
+}
+
+void FeatureStream::NoteDamage(const IndexedSample& sample, const ShardRow& shard,
+                               const absl::Status& status) {
+  groups_.Withdraw(job_.key, group_, sample.index);
+  if (!damaged_samples_.insert(sample.index).second) return;
+  v1::DamagedShard& damage = damaged_[shard.path];
+  damage.set_samples(damage.samples() + 1);
+  if (damage.samples() > 1) return;
+  damage.set_shard(std::filesystem::path(shard.path).filename().string());
+  damage.set_message(std::string(MessageOf(status)));
+  LogError("{}: a stream goes on without what cannot be read: {}", job_.id, MessageOf(status));
+}
+
+absl::Status FeatureStream::Damage() const {
+  if (damaged_.empty()) return absl::OkStatus();
+  std::string shards;
+  for (const auto& [path, damage] : damaged_)
+    shards += fmt::format("{}{} ({} samples: {})", shards.empty() ? "" : ", ", damage.shard(),
+                          damage.samples(), damage.message());
+  return absl::DataLossError(fmt::format(
+      "{} samples of {} could not be read and were not sent, all others were: {}; `statetap check "
+      "{}` names every damaged sample",
+      damaged_samples_.size(), job_.id, shards, job_.id));
 }
 
 absl::Status FeatureStream::WaitForAcknowledgements() {
@@ -96,17 +131,19 @@ absl::Status FeatureStream::SendHeader(const FeatureOutlet& outlet) {
   header_sent_ = true;
   STATETAP_ASSIGN_OR_RETURN(const std::vector<ShardRow> shards, store_.Shards(job_.key));
   v1::StreamFeaturesResponse message;
-  if (shards.empty()) {
-    message.mutable_header()->set_job(job_.id);
-    return outlet(message) ? absl::OkStatus() : Gone();
+  message.mutable_header()->set_job(job_.id);
+  for (const ShardRow& shard : shards) {
+    const auto reader = shards_.Open(shard);
+    if (!reader.ok()) continue;  // its samples tell
+    const ShardConfig& config = (*reader)->config();
+    hidden_ = config.hidden;
+    STATETAP_ASSIGN_OR_RETURN(
+        boundaries_,
+        SelectBoundaries(std::vector<int>(start_.boundaries().begin(), start_.boundaries().end()),
+                         config.boundaries));
+    *message.mutable_header() = HeaderOf(job_, config, boundaries_);
+    break;
   }
-  STATETAP_ASSIGN_OR_RETURN(const auto reader, shards_.Open(shards.front()));
-  hidden_ = reader->config().hidden;
-  STATETAP_ASSIGN_OR_RETURN(
-      boundaries_,
-      SelectBoundaries(std::vector<int>(start_.boundaries().begin(), start_.boundaries().end()),
-                       reader->config().boundaries));
-  *message.mutable_header() = HeaderOf(job_, reader->config(), boundaries_);
   STATETAP_ASSIGN_OR_RETURN(const int64_t remaining, store_.CountUnacknowledged(job_.key, group_));
   message.mutable_header()->set_remaining(remaining);
   return outlet(message) ? absl::OkStatus() : Gone();
@@ -144,7 +181,20 @@ absl::StatusOr<std::optional<IndexedSample>> FeatureStream::LeaseNext() {
   }
 }
 
-absl::StatusOr<bool> FeatureStream::SendNext(const FeatureOutlet& outlet) {
+absl::StatusOr<ShardRow> FeatureStream::ShardOf(const IndexedSample& sample) {
+  if (!shard_of_last_ || shard_of_last_->seq != sample.shard) {
+    STATETAP_ASSIGN_OR_RETURN(const std::vector<ShardRow> shards, store_.Shards(job_.key));
+    const auto found = std::find_if(shards.begin(), shards.end(), [&](const ShardRow& shard) {
+      return shard.seq == sample.shard;
+    });
+    if (found == shards.end())
+      return absl::NotFoundError(fmt::format("job {} has no shard {}", job_.id, sample.shard));
+    shard_of_last_ = *found;
+  }
+  return *shard_of_last_;
+}
+
+absl::StatusOr<FeatureStream::Step> FeatureStream::SendNext(const FeatureOutlet& outlet) {
   bool note;
   {
     const std::lock_guard lock(mutex_);
@@ -153,20 +203,32 @@ absl::StatusOr<bool> FeatureStream::SendNext(const FeatureOutlet& outlet) {
   }
   if (note) STATETAP_RETURN_IF_ERROR(NoteAcknowledged());
   STATETAP_ASSIGN_OR_RETURN(const std::optional<IndexedSample> sample, LeaseNext());
-  if (!sample) return false;
+  if (!sample) return Step::kNothing;
   uint64_t delivery;
   {
     const std::lock_guard lock(mutex_);
     delivery = ++deliveries_;
     sent_[delivery] = sample->index;  // from here on the destructor gives it back
   }
+  STATETAP_ASSIGN_OR_RETURN(const ShardRow shard, ShardOf(*sample));
+  const auto reader = shards_.OpenVerified(shard, sample->position);
+  if (!reader.ok()) {
+    {
+      const std::lock_guard lock(mutex_);
+      sent_.erase(delivery);
+      --deliveries_;
+    }
+    NoteDamage(*sample, shard, reader.status());
+    return Step::kDamaged;
+  }
   if (!header_sent_) STATETAP_RETURN_IF_ERROR(SendHeader(outlet));
   const uint64_t bytes = static_cast<uint64_t>(sample->rows) * boundaries_.size() *
                          static_cast<uint64_t>(hidden_) * sizeof(uint16_t);
   STATETAP_RETURN_IF_ERROR(WaitForCredit(bytes));
-  STATETAP_ASSIGN_OR_RETURN(const auto reader, shards_.Open(job_, sample->shard));
-  STATETAP_RETURN_IF_ERROR(SendSample(*reader, *sample, delivery, boundaries_, outlet));
-  return true;
+  const absl::Status sent = SendSample(**reader, *sample, delivery, boundaries_, outlet);
+  if (!sent.ok() && !absl::IsCancelled(sent)) shards_.Forget(shard);
+  STATETAP_RETURN_IF_ERROR(sent);
+  return Step::kSent;
 }
 
 absl::Status FeatureStream::WaitForCredit(uint64_t bytes) {

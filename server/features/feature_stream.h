@@ -12,6 +12,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <set>
 #include <span>
 #include <string>
 #include <vector>
@@ -33,7 +34,8 @@ class FeatureStream {
   ~FeatureStream();  // what was sent and not acknowledged may go to others
 
   // Until everything was sent and acknowledged, the client has gone (CANCELLED), or Stop. Without a
-  // committed shard and without `follow`: a header without boundaries and the end.
+  // committed shard and without `follow`: a header without boundaries and the end. Samples that
+  // cannot be read do not hold up the others: the end names their shards, and DATA_LOSS follows.
   absl::Status Run(const FeatureOutlet& outlet);
   // Noted in the store by Run, many at once. OUT_OF_RANGE for a delivery that was not sent.
   absl::Status Acknowledge(uint64_t delivery);
@@ -46,7 +48,12 @@ class FeatureStream {
   FeatureStream(JobStore& store, ShardCache& shards, ConsumerGroups& groups,
                 const v1::StreamStart& start, JobRecord job);
   absl::Status SendAll(const FeatureOutlet& outlet);
-  absl::StatusOr<bool> SendNext(const FeatureOutlet& outlet);
+  enum class Step { kSent, kDamaged, kNothing };
+  absl::StatusOr<Step> SendNext(const FeatureOutlet& outlet);
+  absl::StatusOr<ShardRow> ShardOf(const IndexedSample& sample);
+  void NoteDamage(const IndexedSample& sample, const ShardRow& shard, const absl::Status& status);
+  absl::Status SendEnd(int64_t samples, const FeatureOutlet& outlet);
+  absl::Status Damage() const;  // OK where everything could be read
   absl::StatusOr<std::optional<IndexedSample>> LeaseNext();
   absl::Status WaitForCredit(uint64_t bytes);
   absl::Status WaitForMore();
@@ -63,6 +70,9 @@ class FeatureStream {
   std::vector<int> boundaries_;
   int hidden_ = 0;
   bool header_sent_ = false;
+  std::optional<ShardRow> shard_of_last_;
+  std::map<std::string, v1::DamagedShard> damaged_;  // by path
+  std::set<int64_t> damaged_samples_;
   std::deque<IndexedSample> next_;  // read ahead
   int64_t shard_ = 0, row_ = -1;    // behind the last read
   uint64_t releases_ = 0;           // of the group when next_ was read

@@ -13,19 +13,28 @@ absl::Status Gone() { return absl::CancelledError("the client has gone"); }
 
 }  // namespace
 
+absl::Status CheckBoundaries(std::span<const int> wanted) {
+  for (size_t i = 0; i < wanted.size(); ++i) {
+    if (wanted[i] < 0 || (i > 0 && wanted[i] <= wanted[i - 1])) {
+      return absl::InvalidArgumentError(
+          fmt::format("boundaries: {} is not possible; give them ascending, each once, from 0, or "
+                      "none for all",
+                      fmt::join(wanted, ", ")));
+    }
+  }
+  return absl::OkStatus();
+}
+
 absl::StatusOr<std::vector<int>> SelectBoundaries(std::span<const int> wanted,
                                                   std::span<const int> stored) {
+  STATETAP_RETURN_IF_ERROR(CheckBoundaries(wanted));
   if (wanted.empty()) return std::vector<int>(stored.begin(), stored.end());
-  if (wanted.size() == 1 && wanted[0] == -1) return std::vector<int>();
   for (const int boundary : wanted) {
     if (std::find(stored.begin(), stored.end(), boundary) != stored.end()) continue;
     return absl::InvalidArgumentError(fmt::format("boundaries: {} is not stored; the job has {}",
                                                   boundary, fmt::join(stored, ", ")));
   }
-  std::vector<int> selected(wanted.begin(), wanted.end());
-  std::sort(selected.begin(), selected.end());
-  selected.erase(std::unique(selected.begin(), selected.end()), selected.end());
-  return selected;
+  return std::vector<int>(wanted.begin(), wanted.end());
 }
 
 v1::StreamHeader HeaderOf(const JobRecord& job, const ShardConfig& config,
@@ -48,12 +57,12 @@ v1::StreamHeader HeaderOf(const JobRecord& job, const ShardConfig& config,
                            {"boundaries", config.boundaries},
                            {"rms_norm_eps", config.rms_norm_eps},
                            {"inner_eps", config.inner_eps},
-                           {"rope_json", config.rope_json},
+                           {"rope", config.rope_json},
                            {"tokenizer_digest", config.tokenizer_digest},
                            {"template_name", config.template_name},
                            {"template_digest", config.template_digest},
-                           {"thinking", config.thinking},
-                           {"options_json", config.options_json},
+                           {"template_mode", config.thinking ? "thinking" : "instant"},
+                           {"options", config.options_json},
                            {"producer", config.producer}};
   header.set_attributes_json(DumpJson(attributes));
   return header;

@@ -15,8 +15,10 @@ namespace statetap {
 // Blocks while the network is full. False: the client has gone.
 using FeatureOutlet = std::function<bool(const v1::StreamFeaturesResponse&)>;
 
-// The boundaries of `wanted` in a job that has `stored`, none: all of them, a single −1: none.
-// INVALID_ARGUMENT names the one that is not there.
+// INVALID_ARGUMENT where they are not ascending, each once, none negative.
+absl::Status CheckBoundaries(std::span<const int> wanted);
+// The boundaries of `wanted` in a job that has `stored`; none: all of them. INVALID_ARGUMENT names
+// the one that is not there, or what CheckBoundaries says.
 absl::StatusOr<std::vector<int>> SelectBoundaries(std::span<const int> wanted,
                                                   std::span<const int> stored);
 

@@ -15,9 +15,43 @@ absl::StatusOr<std::shared_ptr<const ShardReader>> ShardCache::Open(const ShardR
   }
   STATETAP_ASSIGN_OR_RETURN(std::unique_ptr<ShardReader> reader,
                             ShardReader::Open(folders_.FromStored(shard.path)));
-  open_.push_front({shard.path, std::move(reader)});
+  const size_t samples = reader->samples().size();
+  open_.push_front({shard.path, std::move(reader), std::vector<bool>(samples)});
   if (open_.size() > max_open_) open_.pop_back();
   return open_.front().reader;
+}
+
+ShardCache::Entry* ShardCache::Find(const std::string& path) {
+  const auto found = std::find_if(open_.begin(), open_.end(),
+                                  [&](const Entry& entry) { return entry.path == path; });
+  return found == open_.end() ? nullptr : &*found;
+}
+
+absl::StatusOr<std::shared_ptr<const ShardReader>> ShardCache::OpenVerified(const ShardRow& shard,
+                                                                            int64_t position) {
+  STATETAP_ASSIGN_OR_RETURN(const auto reader, Open(shard));
+  const auto index = static_cast<size_t>(position);
+  if (index >= reader->samples().size())
+    return absl::DataLossError(fmt::format("{} has no sample {}", shard.path, position));
+  {
+    const std::lock_guard lock(mutex_);
+    const Entry* entry = Find(shard.path);
+    if (entry != nullptr && entry->reader == reader && entry->verified[index]) return reader;
+  }
+  STATETAP_ASSIGN_OR_RETURN(const bool good, reader->VerifySample(position));
+  if (!good) {
+    return absl::DataLossError(fmt::format("{}: sample \"{}\" does not match its checksum",
+                                           reader->path().string(), reader->samples()[index].id));
+  }
+  const std::lock_guard lock(mutex_);
+  if (Entry* entry = Find(shard.path); entry != nullptr && entry->reader == reader)
+    entry->verified[index] = true;
+  return reader;
+}
+
+void ShardCache::Forget(const ShardRow& shard) {
+  const std::lock_guard lock(mutex_);
+  open_.remove_if([&](const Entry& entry) { return entry.path == shard.path; });
 }
 
 absl::StatusOr<std::shared_ptr<const ShardReader>> ShardCache::Open(const JobRecord& job,

@@ -26,6 +26,12 @@ class ShardCache {
   absl::StatusOr<std::shared_ptr<const ShardReader>> Open(const ShardRow& shard);
   absl::StatusOr<std::shared_ptr<const ShardReader>> Open(const JobRecord& job, int64_t seq);
 
+  // The same, and the sample matches its checksum; read whole once while the shard stays in the
+  // cache. DATA_LOSS names file and sample.
+  absl::StatusOr<std::shared_ptr<const ShardReader>> OpenVerified(const ShardRow& shard,
+                                                                  int64_t position);
+  // A read has failed: what is known of the shard does not hold any more.
+  void Forget(const ShardRow& shard);
   // Of a deleted job: its files give up their space once nobody reads them.
   void Forget(const JobRecord& job, const std::vector<ShardRow>& shards);
 
@@ -45,7 +51,9 @@ class ShardCache {
   struct Entry {
     std::string path;
     std::shared_ptr<const ShardReader> reader;
+    std::vector<bool> verified;  // by sample
   };
+  Entry* Find(const std::string& path);  // REQUIRES: mutex_ is held
   const JobStore& store_;
   const ShardFolders& folders_;
   const size_t max_open_;

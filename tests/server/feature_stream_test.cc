@@ -4,6 +4,7 @@
 #include <fstream>
 #include <future>
 
+#include "extractor/base/file.h"
 #include "tests/support/job_harness.h"
 
 namespace statetap {
@@ -195,17 +196,58 @@ TEST_F(FeatureStreamTest, StreamsOfAGroupShareAndAVanishedOneGivesBack) {
 
 TEST_F(FeatureStreamTest, SelectsBoundariesOrSaysWhichIsMissing) {
   v1::StreamStart start = Start();
-  start.add_boundaries(8);
   start.add_boundaries(4);
+  start.add_boundaries(8);
   Received received;
   auto stream = Open(start);
   stream->Close();
   ASSERT_OK(stream->Run(Into(received)));
   EXPECT_THAT(received.header.boundaries(), ::testing::ElementsAre(4, 8));
   EXPECT_EQ(received.states["s0"].size(), 2u);
+  start.clear_boundaries();
   start.add_boundaries(3);
   EXPECT_THAT(Open(start)->Run(Into(received)),
               StatusIs(absl::StatusCode::kInvalidArgument, "boundaries: 3"));
+  for (const std::vector<int>& wrong :
+       {std::vector<int>{-1}, std::vector<int>{2, 2}, std::vector<int>{5, 2}}) {
+    start.mutable_boundaries()->Assign(wrong.begin(), wrong.end());
+    EXPECT_THAT(FeatureStream::Open(*harness_.store, *shards_, groups_, start).status(),
+                StatusIs(absl::StatusCode::kInvalidArgument, "boundaries: "));
+  }
+}
+
+// What one stream read ahead and another one's client acknowledged meanwhile is not sent again.
+TEST_F(FeatureStreamTest, StreamsOfAGroupNeverSendASampleTwice) {
+  v1::StreamStart start = Start("g");
+  start.set_credit_bytes(2 * kSampleBytes);
+  Received first;
+  const auto slow = Open(start);
+  slow->Close();
+  auto run = std::async(std::launch::async, [&] { return slow->Run(Into(first)); });
+  for (int i = 0; i < 500 && first.deliveries < 2; ++i)
+    std::this_thread::sleep_for(std::chrono::milliseconds(2));
+  ASSERT_EQ(first.deliveries, 2u);  // it has read all twelve, and leased a third
+  std::vector<std::string> ids = Take("g", 9);
+  EXPECT_EQ(ids.size(), 9u);
+  slow->AddCredit(100 * kSampleBytes);
+  EXPECT_OK(run.get());
+  EXPECT_EQ(first.ids.size(), 3u);
+  ids.insert(ids.end(), first.ids.begin(), first.ids.end());
+  EXPECT_THAT(ids, ::testing::UnorderedElementsAreArray(StoredOrder()));
+}
+
+TEST_F(FeatureStreamTest, HeaderNamesTheShardsAttributes) {
+  Received received;
+  const auto stream = Open(Start());
+  stream->Close();
+  ASSERT_OK(stream->Run(Into(received)));
+  ASSERT_OK_AND_ASSIGN(const Json attributes, ParseJson(received.header.attributes_json()));
+  EXPECT_EQ(attributes["template_mode"], "thinking");
+  ASSERT_OK_AND_ASSIGN(const Json rope, ParseJson(attributes["rope"].get<std::string>()));
+  EXPECT_TRUE(rope.contains("rope_theta"));
+  ASSERT_OK_AND_ASSIGN(const Json options, ParseJson(attributes["options"].get<std::string>()));
+  EXPECT_EQ(options["mode"], "prefill");
+  EXPECT_EQ(options["too_long"], "reject");
 }
 
 TEST_F(FeatureStreamTest, AcknowledgingWhatWasNotSentIsRefused) {
@@ -215,15 +257,67 @@ TEST_F(FeatureStreamTest, AcknowledgingWhatWasNotSentIsRefused) {
               StatusIs(absl::StatusCode::kNotFound, "job"));
 }
 
-TEST_F(FeatureStreamTest, DamagedShardEndsTheStreamWithItsName) {
-  ASSERT_OK_AND_ASSIGN(const auto rows, harness_.store->Shards(job_.key));
-  const auto path = harness_.folders().FromStored(rows[0].path);
-  std::filesystem::resize_file(path, std::filesystem::file_size(path) / 2);
-  Received received;
-  const absl::Status status = Open(Start())->Run(Into(received));
-  EXPECT_FALSE(status.ok());
-  EXPECT_THAT(std::string(MessageOf(status)), ::testing::HasSubstr("shard-000001.h5"));
-  EXPECT_FALSE(received.end);
+TEST_F(FeatureStreamTest, WhatCannotBeReadIsNamedAndTheOthersAreSent) {
+  // A second job with several shards of 34 samples: 1 MiB at 256 rows of 4 boundaries.
+  v1::JobOptions options;
+  options.set_name("several");
+  options.set_shard_bytes(1 << 20);
+  std::vector<v1::SampleInput> samples;
+  for (int i = 0; i < 100; ++i)
+    samples.push_back(IdsSample(fmt::format("m{}", i), std::vector<int32_t>(250, i + 1)));
+  ASSERT_OK_AND_ASSIGN(const JobRecord submitted, harness_.Submit(options, samples));
+  const JobRecord job = harness_.WaitForEnd(submitted);
+  ASSERT_EQ(job.counts.stored, 100);
+  ASSERT_OK_AND_ASSIGN(const auto rows, harness_.store->Shards(job.key));
+  ASSERT_GE(rows.size(), 3u);
+  // The first is cut; of the second one bit is turned in the states of one sample.
+  const auto first = harness_.folders().FromStored(rows[0].path);
+  std::filesystem::resize_file(first, std::filesystem::file_size(first) / 2);
+  const auto second = harness_.folders().FromStored(rows[1].path);
+  std::string flipped;
+  {
+    ASSERT_OK_AND_ASSIGN(const auto reader, ShardReader::Open(second));
+    const SampleEntry& entry = reader->samples()[5];
+    flipped = entry.id;
+    std::vector<uint16_t> row(testing::kHidden);
+    ASSERT_OK(reader->ReadStates(1, entry.first_row + 7, row));
+    ASSERT_OK_AND_ASSIGN(std::string bytes, ReadWholeFile(second));
+    const size_t at = bytes.find(
+        std::string_view(reinterpret_cast<const char*>(row.data()), row.size() * sizeof(uint16_t)));
+    ASSERT_NE(at, std::string::npos);
+    bytes[at] = static_cast<char>(bytes[at] ^ 1);
+    std::ofstream(second, std::ios::binary) << bytes;
+  }
+  v1::StreamStart start;
+  start.set_job("several");
+  for (int round = 0; round < 2; ++round) {  // a second stream of the group is told again
+    Received received;
+    const auto stream = Open(start);
+    v1::StreamEnd end;
+    const FeatureOutlet outlet = Into(received);
+    const absl::Status status = stream->Run([&](const v1::StreamFeaturesResponse& message) {
+      outlet(message);
+      if (message.has_end()) {
+        end = message.end();
+        if (received.deliveries > 0) {
+          EXPECT_OK(stream->Acknowledge(received.deliveries));
+        }
+        stream->Close();
+      }
+      return true;
+    });
+    EXPECT_THAT(status, StatusIs(absl::StatusCode::kDataLoss, "shard-000001.h5"));
+    EXPECT_THAT(status, StatusIs(absl::StatusCode::kDataLoss, flipped));
+    ASSERT_TRUE(received.end);
+    const int64_t lost = rows[0].samples + 1;
+    EXPECT_EQ(*received.end, round == 0 ? 100 - lost : 0);
+    ASSERT_EQ(end.damaged_size(), 2);
+    EXPECT_EQ(end.damaged(0).shard(), "shard-000001.h5");
+    EXPECT_EQ(end.damaged(0).samples(), rows[0].samples);
+    EXPECT_EQ(end.damaged(1).samples(), 1);
+    EXPECT_EQ(received.deliveries, static_cast<uint64_t>(*received.end));  // without a gap
+    EXPECT_THAT(received.ids, ::testing::Not(::testing::Contains(flipped)));
+  }
 }
 
 TEST_F(FeatureStreamTest, AJobDeletedDuringTheStreamEndsItByName) {

@@ -307,6 +307,7 @@ TEST_F(JobStoreTest, AFileOfAnEarlierVersionIsBroughtUpToDate) {
                                                                 SqlConnection::Access::kReadWrite));
     ASSERT_OK(
         old.Execute("ALTER TABLE samples DROP COLUMN excluded; DROP TABLE doomed; "
+                    "ALTER TABLE jobs DROP COLUMN stop_ids; "
                     "PRAGMA user_version = 1;"));
   }
   Reopen();
