@@ -72,7 +72,13 @@ std::string FormatTime(int64_t unix_ms) {
 
 std::string FormatNumber(double value) {
   if (std::isnan(value)) return "-";
-  return fmt::format("{:.4g}", value);
+  return fmt::format("{:.4g}", value == 0 ? 0.0 : value);
+}
+
+std::string FormatFixed(double value, int digits) {
+  std::string text = fmt::format("{:.{}f}", value, digits);
+  const bool zero = text.find_first_of("123456789nf") == std::string::npos;
+  return zero && text.starts_with('-') ? text.substr(1) : text;
 }
 
 absl::StatusOr<uint64_t> ParseBytes(std::string_view text) {

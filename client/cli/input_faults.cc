@@ -35,6 +35,16 @@ absl::StatusOr<InputSummary> CheckInput(Context& context, const InputFiles& file
     return absl::InvalidArgumentError(fmt::format(
         "{}; nothing was done. Mend the file, or leave such lines out with --skip-bad", bad));
   if (summary->faulty_lines > 0) context.Say(bad + " skipped");
+  if (!summary->ignored_fields.empty()) {
+    std::string names;
+    for (const auto& [name, lines] : summary->ignored_fields)
+      names += fmt::format("{}{} ({} line{})", names.empty() ? "" : ", ",
+                           Shorten(Printable(name), 60), FormatCount(lines), lines == 1 ? "" : "s");
+    context.Say(
+        fmt::format("warning: nothing reads these fields: {}; put into meta what is to be "
+                    "kept",
+                    names));
+  }
   if (summary->samples == 0)
     return absl::InvalidArgumentError("the input holds no sample; nothing was done");
   return summary;

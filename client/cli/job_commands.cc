@@ -37,7 +37,8 @@ absl::StatusOr<int> List(Context& context) {
     return kExitDone;
   }
   Table table({Whole("job"), Left("name"), Whole("state"), Right("stored"), Right("of"),
-               Right("rejected"), Right("tokens"), Right("size"), Right("tok/s"), Left("created")});
+               Right("rejected"), Right("tokens"), Right("size"), Right("tok/s"),
+               Whole("created")});
   for (const v1::Job& job : jobs) {
     table.Add({job.id(), job.name(), StateName(job.state()), FormatCount(job.counts().stored()),
                FormatCount(job.counts().submitted()), FormatCount(job.counts().rejected()),

@@ -6,6 +6,7 @@
 
 #include "client/cli/command.h"
 #include "client/cli/format.h"
+#include "extractor/base/text.h"
 
 namespace statetap {
 namespace {
@@ -61,6 +62,9 @@ absl::Status SetSampling(const JobFlags& flags, v1::JobOptions& options) {
 }
 
 absl::Status SetCapture(const JobFlags& flags, v1::JobOptions& options) {
+  if (CountCharacters(flags.name) > 200)
+    return Bad("--name", fmt::format("of {} characters", CountCharacters(flags.name)),
+               "give 1 to 200");
   options.set_name(flags.name);
   options.set_no_final(flags.no_final);
   options.set_priority(flags.priority);

@@ -40,34 +40,6 @@ absl::Status AsDamage(const absl::Status& status) {
   return absl::IsInvalidArgument(status) ? absl::DataLossError(status.message()) : status;
 }
 
-v1::BoundaryStatistics Message(int boundary, const BoundaryStatistics& from) {
-  v1::BoundaryStatistics to;
-  const BoundaryStatistics::Overall overall = from.Summary();
-  to.set_boundary(boundary);
-  to.set_layer_output(boundary - 1);
-  to.set_count(from.count);
-  to.set_mean(overall.mean);
-  to.set_std(overall.std);
-  to.set_min(overall.min);
-  to.set_max(overall.max);
-  to.set_abs_max(overall.abs_max);
-  to.set_rms(overall.rms);
-  to.set_row_rms_p01(from.RmsQuantile(0.01));
-  to.set_row_rms_p50(from.RmsQuantile(0.50));
-  to.set_row_rms_p99(from.RmsQuantile(0.99));
-  to.set_zero_rows(from.zero_rows);
-  to.set_nonfinite(from.nonfinite);
-  for (const int64_t rows : from.row_rms_histogram) to.add_row_rms_bins(rows);
-  const auto count = static_cast<double>(from.count);
-  for (size_t c = 0; c < from.mean.size(); ++c) {
-    to.add_channel_mean(from.mean[c]);
-    to.add_channel_std(std::sqrt(from.m2[c] / count));
-    to.add_channel_min(from.min[c]);
-    to.add_channel_max(from.max[c]);
-  }
-  return to;
-}
-
 }  // namespace
 
 absl::StatusOr<Source> ParseSource(const std::vector<std::string>& words) {
@@ -130,15 +102,16 @@ v1::Shard ShardMessage(const ShardReader& shard) {
   return message;
 }
 
-absl::StatusOr<v1::Statistics> JoinStatistics(const std::vector<fs::path>& paths) {
-  v1::Statistics joined;
+absl::StatusOr<v1::Statistics> JoinStatistics(const std::vector<fs::path>& paths,
+                                              Channels channels) {
+  int64_t samples = 0, rows = 0;
   std::vector<int> boundaries;
   std::vector<BoundaryStatistics> statistics;
   int hidden = 0;
   STATETAP_RETURN_IF_ERROR(ForEachShard(paths, [&](const ShardReader& shard) -> absl::Status {
     STATETAP_ASSIGN_OR_RETURN(std::vector<BoundaryStatistics> one, shard.ReadStatistics());
-    joined.set_samples(joined.samples() + static_cast<int64_t>(shard.samples().size()));
-    joined.set_rows(joined.rows() + shard.rows());
+    samples += static_cast<int64_t>(shard.samples().size());
+    rows += shard.rows();
     if (statistics.empty()) {
       boundaries = shard.config().boundaries;
       hidden = shard.config().hidden;
@@ -153,15 +126,10 @@ absl::StatusOr<v1::Statistics> JoinStatistics(const std::vector<fs::path>& paths
     for (size_t b = 0; b < statistics.size(); ++b) statistics[b].Merge(one[b]);
     return absl::OkStatus();
   }));
-  for (size_t b = 0; b < statistics.size(); ++b)
-    *joined.add_boundaries() = Message(boundaries[b], statistics[b]);
-  for (const StatisticsAlarm& alarm : FindAlarms(boundaries, statistics)) {
-    v1::Alarm& to = *joined.add_alarms();
-    to.set_kind(alarm.kind);
-    to.set_boundary(alarm.boundary);
-    to.set_message(alarm.message);
-  }
-  return joined;
+  v1::Statistics message = StatisticsMessage(boundaries, statistics, channels);
+  message.set_samples(samples);
+  message.set_rows(rows);
+  return message;
 }
 
 }  // namespace statetap

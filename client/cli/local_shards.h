@@ -10,6 +10,7 @@
 #include "extractor/base/status.h"
 #include "extractor/shard/sample_filter.h"
 #include "extractor/shard/shard_reader.h"
+#include "proto/messages/statistics.h"
 #include "statetap/v1/features.pb.h"
 #include "statetap/v1/jobs.pb.h"
 
@@ -34,6 +35,7 @@ v1::Sample SampleMessage(const ShardReader& shard, const SampleEntry& entry,
                          const SampleRecord& record);
 v1::Shard ShardMessage(const ShardReader& shard);
 // Joined over all shards; INVALID_ARGUMENT where they differ in hidden size or boundaries.
-absl::StatusOr<v1::Statistics> JoinStatistics(const std::vector<std::filesystem::path>& paths);
+absl::StatusOr<v1::Statistics> JoinStatistics(const std::vector<std::filesystem::path>& paths,
+                                              Channels channels);
 
 }  // namespace statetap

@@ -73,7 +73,7 @@ absl::Status PrintSamples(Context& context, const Source& source, const std::str
               FormatCount(sample.tokens()), FormatCount(sample.supervised_tokens()),
               sample.finish_reason() + (sample.truncated() ? ", truncated" : "") +
                   (sample.excluded() ? ", excluded" : ""),
-              sample.has_mean_logprob() ? fmt::format("{:.3f}", sample.mean_logprob()) : "-",
+              sample.has_mean_logprob() ? FormatFixed(sample.mean_logprob(), 3) : "-",
               sample.shard()});
     return absl::OkStatus();
   }));

@@ -82,10 +82,10 @@ absl::StatusOr<int> Check(Context& context, const std::vector<std::string>& word
   STATETAP_ASSIGN_OR_RETURN(const v1::CheckShardsResponse response, CheckSource(context, source));
   int damaged = 0;
   for (const v1::CheckResult& result : response.results()) damaged += result.ok() ? 0 : 1;
-  if (context.json) {
-    context.PrintJson(JsonOf(response));
-    return damaged == 0 ? kExitDone : kExitFailed;
-  }
+  if (context.json) context.PrintJson(JsonOf(response));
+  if (response.results().empty())
+    return absl::FailedPreconditionError("no committed shards yet, so nothing was verified");
+  if (context.json) return damaged == 0 ? kExitDone : kExitFailed;
   Table table({Left("shard"), Whole("result"), Left("damaged samples"), Left("message")});
   for (const v1::CheckResult& result : response.results())
     table.Add(
@@ -102,7 +102,7 @@ absl::StatusOr<int> Check(Context& context, const std::vector<std::string>& word
 Runner Declare(CLI::App& app,
                absl::StatusOr<int> (*run)(Context&, const std::vector<std::string>&)) {
   auto words = std::make_shared<std::vector<std::string>>();
-  app.add_option("SOURCE", *words, "A job, or shard files and folders")->required();
+  app.add_option("SOURCE", *words, "One job, or any number of shard files and folders")->required();
   return [=](Context& context) { return run(context, *words); };
 }
 
@@ -113,7 +113,8 @@ std::vector<Command> ShardCommands() {
            "Examples:\n  statetap shards prompts.jsonl\n  statetap shards /data/shards --json",
            [](CLI::App& app) { return Declare(app, Shards); }},
           {"check", "Reads shards again, verifies every checksum, names damaged samples",
-           "Exit 1 on damage.\n\nExamples:\n  statetap check prompts.jsonl\n"
+           "Exit 1 on damage, or where there is no shard.\n\nExamples:\n  statetap check "
+           "prompts.jsonl\n"
            "  statetap check copy/of/shards",
            [](CLI::App& app) { return Declare(app, Check); }}};
 }

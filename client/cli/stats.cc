@@ -21,16 +21,7 @@ absl::StatusOr<v1::Statistics> StatisticsOf(Context& context, const StatsFlags& 
     STATETAP_ASSIGN_OR_RETURN(Client* const client, context.client());
     return client->GetStatistics(source.job, flags.channels);
   }
-  STATETAP_ASSIGN_OR_RETURN(v1::Statistics statistics, JoinStatistics(source.paths));
-  if (!flags.channels) {
-    for (v1::BoundaryStatistics& boundary : *statistics.mutable_boundaries()) {
-      boundary.clear_channel_mean();
-      boundary.clear_channel_std();
-      boundary.clear_channel_min();
-      boundary.clear_channel_max();
-    }
-  }
-  return statistics;
+  return JoinStatistics(source.paths, flags.channels ? Channels::kYes : Channels::kNo);
 }
 
 void PrintTable(Context& context, const v1::Statistics& statistics) {
@@ -51,14 +42,10 @@ void PrintTable(Context& context, const v1::Statistics& statistics) {
 
 absl::StatusOr<int> Stats(Context& context, const StatsFlags& flags) {
   STATETAP_ASSIGN_OR_RETURN(const v1::Statistics statistics, StatisticsOf(context, flags));
-  if (context.json) {
-    context.PrintJson(JsonOf(statistics));
-    return kExitDone;
-  }
-  if (statistics.boundaries().empty()) {
-    context.Say("no committed shards yet, so no statistics");
-    return kExitDone;
-  }
+  if (context.json) context.PrintJson(JsonOf(statistics));
+  if (statistics.boundaries().empty())
+    return absl::FailedPreconditionError("no committed shards yet, so no statistics");
+  if (context.json) return kExitDone;
   PrintTable(context, statistics);
   for (const v1::Alarm& alarm : statistics.alarms())
     context.out << fmt::format("ALARM {}: {}\n", alarm.kind(), Printable(alarm.message()));
@@ -79,7 +66,8 @@ Command StatsCommand() {
       "  statetap stats shards/ --json --channels > channels.json",
       [](CLI::App& app) -> Runner {
         auto flags = std::make_shared<StatsFlags>();
-        app.add_option("SOURCE", flags->source, "A job, or shard files and folders")->required();
+        app.add_option("SOURCE", flags->source, "One job, or any number of shard files and folders")
+            ->required();
         app.add_flag("--plot", flags->plot, "Draw row norms by boundary and their histograms");
         app.add_flag("--channels", flags->channels, "With --json: figures of every channel too");
         return [=](Context& context) { return Stats(context, *flags); };

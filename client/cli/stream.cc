@@ -197,6 +197,10 @@ absl::StatusOr<int> Stream(Context& context, const StreamFlags& flags) {
   if (error)
     return absl::InvalidArgumentError(
         fmt::format("--out {}: cannot make the folder: {}", flags.out, error.message()));
+  // Two at once would write the same shards, each half of the samples.
+  const absl::StatusOr<File> lock = LockFolder(flags.out);
+  if (!lock.ok())
+    return WithContext(lock.status(), "--out; one stream at a time fills a folder, give another");
   STATETAP_ASSIGN_OR_RETURN(const std::string group, GroupOf(flags.out, flags.group));
   start.set_group(group);
   for (const std::string& job : flags.jobs)

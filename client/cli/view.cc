@@ -104,7 +104,7 @@ absl::StatusOr<std::vector<std::string>> AllIds(Context& context, const Source& 
 }
 
 std::string FormatLogprob(const std::vector<float>& values, size_t t) {
-  return t >= values.size() || std::isnan(values[t]) ? "-" : fmt::format("{:.3f}", values[t]);
+  return t >= values.size() || std::isnan(values[t]) ? "-" : FormatFixed(double{values[t]}, 3);
 }
 
 // A text for each token; empty where there is no tokenizer.

@@ -6,8 +6,12 @@
 #include <cerrno>
 #include <cstdlib>
 #include <filesystem>
+#include <span>
+#include <unordered_map>
 
+#include "extractor/base/digest.h"
 #include "extractor/base/file.h"
+#include "extractor/base/text.h"
 
 namespace statetap {
 namespace {
@@ -48,14 +52,32 @@ absl::StatusOr<int> SpoolStdin() {
   }
 }
 
-absl::StatusOr<ParsedLine> ParseBoundedLine(std::string_view line, std::string_view source) {
-  absl::StatusOr<ParsedLine> parsed = ParseSampleLine(line, source);
-  if (!parsed.ok() || parsed->sample.ByteSizeLong() <= kMaxSampleBytes) return parsed;
-  return absl::InvalidArgumentError(
-      fmt::format("the sample has {} bytes, a server takes {} at most; no model has room for that "
-                  "much text, so leave the line out",
-                  parsed->sample.ByteSizeLong(), kMaxSampleBytes));
-}
+// What the server would refuse: an id with other content than it had before.
+class GivenIds {
+ public:
+  absl::Status Check(const LinePlace& place, const v1::SampleInput& sample) {
+    if (sample.id().empty()) return absl::OkStatus();
+    v1::SampleInput content = sample;
+    content.clear_source();
+    content.clear_meta_json();
+    content.clear_source_line();
+    const std::string bytes = content.SerializeAsString();
+    const uint64_t digest = Xxh3Of(std::as_bytes(std::span(bytes)));
+    const auto [first, added] = first_.try_emplace(sample.id(), Given{digest, place.line});
+    if (added || first->second.digest == digest) return absl::OkStatus();
+    return absl::InvalidArgumentError(
+        fmt::format("id: \"{}\" is that of line {} too, which has other content; give each sample "
+                    "its own id, or leave ids out",
+                    sample.id().substr(0, 100), first->second.line));
+  }
+
+ private:
+  struct Given {
+    uint64_t digest;
+    int64_t line;
+  };
+  std::unordered_map<std::string, Given> first_;
+};
 
 }  // namespace
 
@@ -107,7 +129,7 @@ absl::Status InputFiles::ForEach(const std::function<absl::Status(InputLine)>& v
           !progress(done + reader->bytes_read(), total))
         return absl::CancelledError("interrupted");
       if (IsBlank(*line)) continue;
-      InputLine item{{entry.path, reader->line_number()}, ParseBoundedLine(*line, entry.source)};
+      InputLine item{{entry.path, reader->line_number()}, ParseSampleLine(*line, entry.source)};
       if (item.parsed.ok()) item.parsed->sample.set_source_line(reader->line_number());
       STATETAP_RETURN_IF_ERROR(visit(std::move(item)));
     }
@@ -120,12 +142,20 @@ absl::Status InputFiles::ForEach(const std::function<absl::Status(InputLine)>& v
 absl::StatusOr<InputSummary> InputFiles::Validate(
     const std::function<bool(int64_t, int64_t)>& progress) const {
   InputSummary summary;
+  GivenIds ids;
   const auto visit = [&](InputLine line) {
-    if (!line.parsed.ok()) {
+    absl::Status status = line.parsed.status();
+    if (status.ok()) status = ids.Check(line.place, line.parsed->sample);
+    if (!status.ok()) {
       ++summary.faulty_lines;
       if (summary.faults.size() < InputSummary::kMaxFaults)
-        summary.faults.push_back({line.place, std::string(MessageOf(line.parsed.status()))});
+        summary.faults.push_back({line.place, std::string(MessageOf(status))});
       return absl::OkStatus();
+    }
+    for (const std::string& name : line.parsed->ignored) {
+      if (summary.ignored_fields.size() < InputSummary::kMaxIgnored ||
+          summary.ignored_fields.contains(name))
+        ++summary.ignored_fields[name];
     }
     const v1::SampleInput& sample = line.parsed->sample;
     ++summary.samples;
@@ -144,13 +174,13 @@ absl::StatusOr<InputSummary> InputFiles::Validate(
 }
 
 std::string InputFiles::DefaultName() const {
-  constexpr size_t kMaxName = 200;  // JobOptions.name
+  constexpr size_t kMaxName = 200;  // characters of JobOptions.name
   std::string name;
   for (const Entry& entry : entries_) {
     if (entry.spooled >= 0) return "";
     name += (name.empty() ? "" : "+") + entry.source;
   }
-  return name.size() <= kMaxName ? name : "";
+  return CountCharacters(name) <= kMaxName ? name : "";
 }
 
 }  // namespace statetap

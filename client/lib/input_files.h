@@ -16,10 +16,6 @@
 
 namespace statetap {
 
-// What a server takes as one message, less a margin; its default limit is 64 MiB. Longer than any
-// model's positions, so nothing that could be captured is refused here.
-inline constexpr size_t kMaxSampleBytes = size_t{60} << 20;
-
 // Where a line lies.
 struct LinePlace {
   std::string file;
@@ -43,10 +39,12 @@ struct InputSummary {
   int64_t text_bytes = 0;          // of prompts and chats
   int64_t token_ids = 0;           // given as ids
   std::map<std::string, int64_t> samples_by_source;
+  // Members of lines that nothing reads, by name: in how many lines. At most kMaxIgnored names.
+  std::map<std::string, int64_t> ignored_fields;
   // The first line of each natural mode; both set: --mode must say.
   std::optional<LinePlace> first_generate, first_prefill;
 
-  static constexpr size_t kMaxFaults = 20;
+  static constexpr size_t kMaxFaults = 20, kMaxIgnored = 100;
 };
 
 class InputFiles {
@@ -56,8 +54,7 @@ class InputFiles {
   ~InputFiles();
 
   // Calls `visit` for every line that is not blank, in order; stops at its first error. A file that
-  // cannot be read to its end is an error; a line that is no sample, or one above kMaxSampleBytes,
-  // is not.
+  // cannot be read to its end is an error; a line that is no sample is not.
   // `progress` (may be null) gets bytes read and the total, 0 where unknown, now and then;
   // false ends the pass with CANCELLED.
   absl::Status ForEach(const std::function<absl::Status(InputLine)>& visit,

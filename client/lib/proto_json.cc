@@ -2,10 +2,8 @@
 
 #include <google/protobuf/descriptor.h>
 
-#include <cctype>
 #include <cmath>
 #include <cstdlib>
-#include <string_view>
 
 #include "extractor/base/json.h"
 
@@ -74,19 +72,6 @@ Json Element(const Message& message, const FieldDescriptor& field, int i) {
 }
 
 }  // namespace
-
-std::string EnumName(const google::protobuf::EnumValueDescriptor& value) {
-  constexpr std::string_view kZero = "UNSPECIFIED";
-  const auto* zero = value.type()->FindValueByNumber(0);
-  size_t prefix = 0;
-  if (zero != nullptr && zero->name().size() > kZero.size() && zero->name().ends_with(kZero))
-    prefix = zero->name().size() - kZero.size();
-  std::string name = value.name();
-  if (name.size() > prefix && name.starts_with(zero->name().substr(0, prefix)))
-    name.erase(0, prefix);
-  for (char& c : name) c = static_cast<char>(std::tolower(static_cast<unsigned char>(c)));
-  return name;
-}
 
 Json JsonOf(const Message& message) {
   Json object = Json::object();

@@ -9,13 +9,10 @@
 #include <string>
 
 #include "extractor/base/json.h"
+#include "proto/messages/enum_name.h"
 
 namespace statetap {
 
 Json JsonOf(const google::protobuf::Message& message);
-
-// "running" for JOB_STATE_RUNNING. The enum's prefix is what its zero value's name has before
-// "UNSPECIFIED".
-std::string EnumName(const google::protobuf::EnumValueDescriptor& value);
 
 }  // namespace statetap

@@ -1,9 +1,11 @@
 #include "client/lib/sample_line.h"
 
+#include <algorithm>
 #include <array>
 #include <cmath>
 #include <limits>
 #include <optional>
+#include <utility>
 
 #include "client/lib/sharegpt.h"
 #include "extractor/base/json.h"
@@ -236,6 +238,7 @@ absl::Status SetContent(const Json& line, ParsedLine& to) {
   const Json* conversations = FindMember(line, "conversations");
   const Json* input_ids = FindMember(line, "input_ids");
   const Json* prompt_ids = FindMember(line, "prompt_token_ids");
+  const Json* prompt = FindMember(line, "prompt");
   const int contents = (body != nullptr) + (messages != nullptr) + (conversations != nullptr) +
                        (input_ids != nullptr) + (prompt_ids != nullptr);
   if (contents > 1)
@@ -243,6 +246,8 @@ absl::Status SetContent(const Json& line, ParsedLine& to) {
                "has more than one of messages, conversations, body, input_ids, "
                "prompt_token_ids",
                "keep the one that is meant");
+  if (input_ids != nullptr && prompt != nullptr)
+    return Bad("the line", "has both input_ids and prompt", "keep the one that is meant");
   if (body != nullptr) return SetBatchLine(*body, to);
   if (messages != nullptr) return SetChat(*messages, FindMember(line, "tools"), "", to);
   if (conversations != nullptr) {
@@ -251,7 +256,7 @@ absl::Status SetContent(const Json& line, ParsedLine& to) {
   }
   if (input_ids != nullptr) return SetTokens(line, *input_ids, to);
   if (prompt_ids != nullptr) return SetAnswer(line, *prompt_ids, to);
-  if (const Json* prompt = FindMember(line, "prompt")) return SetPrompt(*prompt, "prompt", to);
+  if (prompt != nullptr) return SetPrompt(*prompt, "prompt", to);
   return Bad("the line",
              "has none of messages, prompt, input_ids, prompt_token_ids with "
              "token_ids, conversations, body",
@@ -304,6 +309,33 @@ absl::Status SetOptionalFields(const Json& line, std::string_view default_source
   return absl::OkStatus();
 }
 
+// Members that a line of this shape has no use for.
+std::vector<std::string> IgnoredFields(const Json& line) {
+  using Names = std::vector<std::string_view>;
+  static const Names kAlways = {"id", "custom_id", "source", "meta", "thinking", "max_new_tokens"};
+  static const std::pair<std::string_view, Names> kShapes[] = {
+      {"body", {"body", "method", "url"}},
+      {"messages", {"messages", "tools"}},
+      {"conversations", {"conversations", "system", "tools"}},
+      {"input_ids", {"input_ids", "loss_mask"}},
+      {"prompt_token_ids", {"prompt_token_ids", "token_ids"}},
+      {"prompt", {"prompt"}}};
+  const Names* shape = &kAlways;
+  for (const auto& [content, names] : kShapes) {
+    if (FindMember(line, content) == nullptr) continue;
+    shape = &names;
+    break;
+  }
+  const auto knows = [](const Names& names, std::string_view name) {
+    return std::find(names.begin(), names.end(), name) != names.end();
+  };
+  std::vector<std::string> ignored;
+  for (const auto& [name, value] : line.items()) {
+    if (!value.is_null() && !knows(kAlways, name) && !knows(*shape, name)) ignored.push_back(name);
+  }
+  return ignored;
+}
+
 }  // namespace
 
 absl::StatusOr<ParsedLine> ParseSampleLine(std::string_view line, std::string_view default_source) {
@@ -316,6 +348,7 @@ absl::StatusOr<ParsedLine> ParseSampleLine(std::string_view line, std::string_vi
   ParsedLine parsed;
   STATETAP_RETURN_IF_ERROR(SetContent(*json, parsed));
   STATETAP_RETURN_IF_ERROR(SetOptionalFields(*json, default_source, parsed.sample));
+  parsed.ignored = IgnoredFields(*json);
   return parsed;
 }
 

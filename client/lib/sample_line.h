@@ -6,11 +6,14 @@
 //   {"input_ids": […], "loss_mask": […]}                  no mask: all ones
 //   {"prompt_token_ids": […], "token_ids": […]}           another engine's answer
 // and on each, optionally: id, source, meta (an object of scalars), thinking, max_new_tokens.
-// A null counts as missing; other fields are not looked at. A chat or ids beside a "prompt" win
-// over it; a chat and ids in one line are refused.
+// A null counts as missing; other fields are named in ParsedLine::ignored, a "prompt" beside a chat
+// or another engine's ids too. A chat and ids in one line are refused, and a "prompt" beside
+// input_ids.
 #pragma once
 
+#include <string>
 #include <string_view>
+#include <vector>
 
 #include "extractor/base/status.h"
 #include "statetap/v1/jobs.pb.h"
@@ -23,6 +26,7 @@ struct ParsedLine {
   // is a user's or a tool's) and for a prompt, PREFILL for ids and finished chats, UNSPECIFIED
   // where it could be either (an empty chat).
   v1::JobMode mode = v1::JOB_MODE_UNSPECIFIED;
+  std::vector<std::string> ignored;  // members that nothing reads
 };
 
 // INVALID_ARGUMENT says which field, what was found and what would fix it: no JSON, no UTF-8, a key

@@ -11,12 +11,12 @@ namespace {
 // Names in the header's attributes.
 constexpr std::array<std::pair<const char*, std::string ShardConfig::*>, 10> kTexts = {{
     {"job", &ShardConfig::job},
-    {"options_json", &ShardConfig::options_json},
+    {"options", &ShardConfig::options_json},
     {"producer", &ShardConfig::producer},
     {"model_name", &ShardConfig::model_name},
     {"model_digest", &ShardConfig::model_digest},
     {"quantization", &ShardConfig::quantization},
-    {"rope_json", &ShardConfig::rope_json},
+    {"rope", &ShardConfig::rope_json},
     {"tokenizer_digest", &ShardConfig::tokenizer_digest},
     {"template_name", &ShardConfig::template_name},
     {"template_digest", &ShardConfig::template_digest},
@@ -39,8 +39,8 @@ absl::StatusOr<ShardConfig> ShardConfigOf(const v1::StreamHeader& header) {
       if (value == nullptr) continue;
       config.*field = value->is_string() ? value->get<std::string>() : DumpJson(*value);
     }
-    if (const Json* on = FindMember(*attributes, "thinking"); on != nullptr && on->is_boolean())
-      config.thinking = on->get<bool>();
+    if (const Json* mode = FindMember(*attributes, "template_mode"))
+      config.thinking = *mode != "instant";
     if (const Json* eps = FindMember(*attributes, "inner_eps"); eps != nullptr && eps->is_number())
       config.inner_eps = eps->get<double>();
   }

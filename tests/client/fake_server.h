@@ -287,7 +287,7 @@ class FakeFeatures : public v1::Features::Service {
     header.set_rms_norm_eps(1e-5);
     header.set_model_name("fake");
     header.set_model_digest("digest");
-    header.set_attributes_json(R"({"rope_json":"{\"theta\":10000}","thinking":false})");
+    header.set_attributes_json(R"({"rope":"{\"theta\":10000}","template_mode":"instant"})");
     header.set_remaining(remaining);
     write(message);
   }

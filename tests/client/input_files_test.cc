@@ -142,19 +142,30 @@ TEST(InputFilesTest, ValidateCountsAndPlacesFaults) {
   EXPECT_EQ(files->DefaultName(), "a.jsonl+b.jsonl");
 }
 
-TEST(InputFilesTest, HugeLinesAreSamplesAsFarAsAServerTakesThem) {
+TEST(InputFilesTest, LineOf100MBIsASampleForTheServerToJudge) {
   TempDir dir;
   const std::string path =
-      Write(dir, "long",
-            "{\"prompt\":\"" + std::string(50'000'000, 'x') + "\"}\n{\"prompt\":\"" +
-                std::string(100'000'000, 'x') + "\"}\n");
+      Write(dir, "long", "{\"prompt\":\"" + std::string(100'000'000, 'x') + "\"}\n");
   ASSERT_OK_AND_ASSIGN(const auto files, InputFiles::Open({path}));
   ASSERT_OK_AND_ASSIGN(const InputSummary summary, files->Validate(nullptr));
   EXPECT_EQ(summary.samples, 1);
-  EXPECT_EQ(summary.text_bytes, 50'000'000);
+  EXPECT_EQ(summary.text_bytes, 100'000'000);
+  EXPECT_TRUE(summary.faults.empty());
+}
+
+TEST(InputFilesTest, IdWithOtherContentIsAFaultAndUnreadFieldsAreCounted) {
+  TempDir dir;
+  const std::string path = Write(dir, "ids",
+                                 "{\"id\":\"a\",\"prompt\":\"x\",\"lang\":1}\n"
+                                 "{\"id\":\"a\",\"prompt\":\"x\",\"lang\":2,\"source\":\"s\"}\n"
+                                 "{\"id\":\"a\",\"prompt\":\"y\"}\n");
+  ASSERT_OK_AND_ASSIGN(const auto files, InputFiles::Open({path}));
+  ASSERT_OK_AND_ASSIGN(const InputSummary summary, files->Validate(nullptr));
+  EXPECT_EQ(summary.samples, 2);
   ASSERT_EQ(summary.faults.size(), 1u);
-  EXPECT_EQ(summary.faults[0].place.line, 2);
-  EXPECT_NE(summary.faults[0].message.find("100000"), std::string::npos);
+  EXPECT_EQ(summary.faults[0].place.line, 3);
+  EXPECT_NE(summary.faults[0].message.find("line 1"), std::string::npos);
+  EXPECT_EQ(summary.ignored_fields, (std::map<std::string, int64_t>{{"lang", 2}}));
 }
 
 }  // namespace

@@ -39,6 +39,26 @@ TEST(SampleLineTest, ModeFollowsTheLastTurn) {
   EXPECT_EQ(Parse(R"({"input_ids":[1]})").mode, v1::JOB_MODE_PREFILL);
 }
 
+TEST(SampleLineTest, WhatNothingReadsIsNamed) {
+  using ::testing::ElementsAre;
+  EXPECT_THAT(ParseSampleLine(R"({"id":"a","input_ids":[1],"prompt":"text"})", ""),
+              StatusIs(absl::StatusCode::kInvalidArgument, "both input_ids and prompt"));
+  EXPECT_THAT(
+      Parse(R"({"id":"a","messages":[],"tools":[],"meta":{},"source":"s","x":null})").ignored,
+      ElementsAre());
+  EXPECT_THAT(Parse(R"({"messages":[],"temperature":1,"prompt":"p","loss_mask":[]})").ignored,
+              ElementsAre("temperature", "prompt", "loss_mask"));
+  EXPECT_THAT(Parse(R"({"prompt":"p","tools":[],"max_new_tokens":3})").ignored,
+              ElementsAre("tools"));
+  EXPECT_THAT(
+      Parse(R"({"custom_id":"a","method":"POST","url":"/v1","body":{"prompt":"x"}})").ignored,
+      ElementsAre());
+  EXPECT_THAT(Parse(R"({"conversations":[],"system":"s","lang":"de"})").ignored,
+              ElementsAre("lang"));
+  EXPECT_EQ(Parse(R"({"id":340282366920938463463374607431768211456,"prompt":"x"})").sample.id(),
+            "340282366920938463463374607431768211456");
+}
+
 TEST(SampleLineTest, OddMessagesAreTheServersToReject) {
   for (const char* messages : {"[]", "[null]", "[3]", R"([{"role":"user","content":7}])"}) {
     const ParsedLine line = Parse(fmt::format(R"({{"messages":{}}})", messages));
