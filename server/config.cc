@@ -43,6 +43,18 @@ std::string Nearest(const CLI::App& app, std::string_view flag) {
   return best;
 }
 
+// Above 0, at most `most`. The library's own check lets "nan" and "inf" through.
+CLI::Validator PositiveUpTo(double most) {
+  return CLI::Validator(
+      [most](std::string& text) -> std::string {
+        double value = 0;
+        if (CLI::detail::lexical_cast(text, value) && value > 0 && value <= most) return "";
+        return fmt::format("{} is not possible; give a number above 0, at most {}", text, most);
+      },
+      "POSITIVE");
+}
+constexpr double kMostGib = 1 << 20;  // a pebibyte
+
 std::string UnknownFlag(const CLI::App& app, const std::string& flag) {
   const std::string near = Nearest(app, flag);
   return fmt::format("statetapd: {} is not known{}; `statetapd --help` lists all\n", flag,
@@ -71,7 +83,7 @@ void AddOptions(CLI::App& app, ServerConfig& config, double& kv_cache_gib, std::
       ->capture_default_str();
   app.add_option("--inner-eps", engine.inner_eps,
                  "eps of the two inner norms (default: the config's rms_norm_eps)")
-      ->check(CLI::PositiveNumber);
+      ->check(PositiveUpTo(1));
   app.add_option("--backend", engine.backend, "auto, cpu or cuda")
       ->check(CLI::IsMember({"auto", "cpu", "cuda"}))
       ->capture_default_str();
@@ -95,11 +107,11 @@ void AddOptions(CLI::App& app, ServerConfig& config, double& kv_cache_gib, std::
       ->check(CLI::Range(1, 1 << 20))
       ->capture_default_str();
   app.add_option("--kv-cache-gib", kv_cache_gib, "Latent KV cache")
-      ->check(CLI::PositiveNumber)
+      ->check(PositiveUpTo(kMostGib))
       ->capture_default_str();
   app.add_option("--host-buffer-gib", config.host_buffer_gib,
                  "Host memory for the states of samples in flight")
-      ->check(CLI::PositiveNumber)
+      ->check(PositiveUpTo(kMostGib))
       ->capture_default_str();
   app.add_option("--drain-seconds", config.drain_seconds,
                  "After SIGTERM: how long running samples may take to finish")

@@ -6,11 +6,16 @@
 
 #include "extractor/base/digest.h"
 #include "extractor/base/json.h"
+#include "extractor/base/text.h"
 
 namespace statetap {
 namespace {
 
 constexpr size_t kMaxIdBytes = 1000;
+constexpr size_t kMaxSourceBytes = 1000;
+// A sample's meta travels in one message with its ids, and pages of samples with many.
+constexpr size_t kMaxMetaBytes = size_t{64} << 10;
+constexpr size_t kMostMessageBytes = 1000;  // a rejection may quote what it rejects
 
 Rejection Input(std::string message) { return {"input", {}, {}, std::move(message)}; }
 
@@ -19,6 +24,14 @@ std::optional<Rejection> CheckFields(const v1::SampleInput& sample) {
   if (sample.id().size() > kMaxIdBytes)
     return Input(
         fmt::format("id has {} bytes; at most {} are allowed", sample.id().size(), kMaxIdBytes));
+  if (sample.source().size() > kMaxSourceBytes)
+    return Input(fmt::format("source has {} bytes; at most {} are allowed", sample.source().size(),
+                             kMaxSourceBytes));
+  if (sample.meta_json().size() > kMaxMetaBytes)
+    return Input(
+        fmt::format("meta has {} bytes of JSON; at most {} are allowed: keep what is long "
+                    "in a file of your own, under the sample's id",
+                    sample.meta_json().size(), kMaxMetaBytes));
   for (const std::string* text : {&sample.id(), &sample.source()}) {
     if (text->find('\0') != std::string::npos)
       return Input("id and source must not contain NUL characters");
@@ -71,6 +84,36 @@ std::string SplitOf(const std::string& id, double eval_fraction) {
   return hash < eval_fraction * 0x1p64 ? "eval" : "train";
 }
 
+bool EndsWithAnswer(const Json& messages) {
+  if (!messages.is_array() || messages.empty()) return false;
+  const Json* role = FindMember(messages.back(), "role");
+  return role != nullptr && *role == "assistant";
+}
+
+bool HasAnswer(const Json& messages) {
+  return std::any_of(messages.begin(), messages.end(), [](const Json& message) {
+    const Json* role = FindMember(message, "role");
+    return role != nullptr && *role == "assistant";
+  });
+}
+
+// What can be rendered and yet gives no sample of a job.
+absl::Status CheckForJob(const Json& messages, bool generate) {
+  if (generate && EndsWithAnswer(messages)) {
+    return absl::InvalidArgumentError(fmt::format(
+        "messages[{}] is the assistant's, so there is nothing to answer; leave that turn out, or "
+        "capture the chat as it is with mode prefill",
+        messages.size() - 1));
+  }
+  if (!generate && messages.is_array() && !HasAnswer(messages)) {
+    return absl::InvalidArgumentError(
+        "no message is the assistant's, so no token would be supervised; use mode generate, or "
+        "give "
+        "the answer");
+  }
+  return CheckTextOnly(messages);  // nothing here could look at an image
+}
+
 RenderedSample RenderChatSample(const v1::SampleInput& sample, const TextPlan& plan,
                                 const ServedModel& model, WithText with_text) {
   RenderedSample out;
@@ -91,10 +134,9 @@ RenderedSample RenderChatSample(const v1::SampleInput& sample, const TextPlan& p
   options.keep_reasoning = plan.keep_reasoning;
   options.generation_prompt = plan.generate;
   options.supervise_last = !plan.generate;
-  if (with_text ==
-      WithText::kNo) {  // a sample of a job: there is nothing that could look at an image
-    if (const absl::Status only = CheckTextOnly(*messages); !only.ok()) {
-      out.rejection = Rejection{"template", {}, {}, std::string(MessageOf(only))};
+  if (with_text == WithText::kNo) {  // a sample of a job
+    if (const absl::Status fits = CheckForJob(*messages, plan.generate); !fits.ok()) {
+      out.rejection = Rejection{"template", {}, {}, std::string(MessageOf(fits))};
       return out;
     }
   }
@@ -159,9 +201,7 @@ bool DefaultsToGenerate(const v1::SampleInput& sample) {
   if (sample.has_tokens()) return false;
   if (!sample.has_chat()) return true;
   const absl::StatusOr<Json> messages = ParseJson(sample.chat().messages_json());
-  if (!messages.ok() || !messages->is_array() || messages->empty()) return true;
-  const Json* role = FindMember(messages->back(), "role");
-  return role == nullptr || *role != "assistant";
+  return !messages.ok() || !EndsWithAnswer(*messages);
 }
 
 std::string ContentDigest(const v1::SampleInput& sample) {
@@ -190,8 +230,9 @@ RenderedSample RenderSample(const v1::SampleInput& sample, const TextPlan& plan,
   return out;
 }
 
-SampleRow AdmitSample(const v1::SampleInput& sample, const JobPlan& plan,
-                      const ServedModel& model) {
+namespace {
+
+SampleRow Admit(const v1::SampleInput& sample, const JobPlan& plan, const ServedModel& model) {
   SampleRow row;
   row.digest = ContentDigest(sample);
   row.id = sample.id();
@@ -216,6 +257,19 @@ SampleRow AdmitSample(const v1::SampleInput& sample, const JobPlan& plan,
       std::find(rendered.mask.begin(), rendered.mask.end(), uint8_t{1}) - rendered.mask.begin());
   if (!plan.text.generate) row.mask = std::move(rendered.mask);
   row.rejection = CheckLength(row, plan);
+  return row;
+}
+
+}  // namespace
+
+SampleRow AdmitSample(const v1::SampleInput& sample, const JobPlan& plan,
+                      const ServedModel& model) {
+  SampleRow row = Admit(sample, plan, model);
+  if (!row.rejection) return row;
+  row.rejection->message = CutMiddle(row.rejection->message, kMostMessageBytes);
+  // What is too long to be listed is not kept either: the source line tells which one it was.
+  row.source = CutMiddle(row.source, kMaxSourceBytes);
+  if (row.meta_json.size() > kMaxMetaBytes) row.meta_json.clear();
   return row;
 }
 
@@ -249,7 +303,8 @@ absl::Status Admission::ResolveMode(const v1::SampleInput& sample) {
 }
 
 std::string Admission::IdOf(const v1::SampleInput& sample, const std::string& digest) {
-  if (!sample.id().empty()) return sample.id();
+  // One that is too long was rejected for it; its digest stands for it.
+  if (!sample.id().empty() && sample.id().size() <= kMaxIdBytes) return sample.id();
   const int64_t repeat = repeats_[digest]++;
   return repeat == 0 ? digest : fmt::format("{}#{}", digest, repeat);
 }

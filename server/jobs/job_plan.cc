@@ -4,10 +4,13 @@
 
 #include "extractor/base/digest.h"
 #include "extractor/base/json.h"
+#include "extractor/base/text.h"
+#include "proto/messages/enum_name.h"
 
 namespace statetap {
 namespace {
 
+constexpr size_t kMaxNameCharacters = 200;
 constexpr int kDefaultMaxLength = 8192;
 constexpr uint64_t kDefaultShardBytes = uint64_t{4} << 30;
 constexpr uint64_t kLeastShardBytes = uint64_t{1} << 20;
@@ -53,6 +56,8 @@ absl::Status FillLengths(v1::JobOptions& options, const ServedModel& model) {
   }
   if (options.max_new_tokens() < 0)
     return Invalid("max_new_tokens", options.max_new_tokens(), "give 1 or more, or 0 for no limit");
+  if (!v1::TooLong_IsValid(options.too_long()))
+    return Invalid("too_long", static_cast<int>(options.too_long()), "give reject or truncate");
   if (options.too_long() == v1::TOO_LONG_UNSPECIFIED) options.set_too_long(v1::TOO_LONG_REJECT);
   if (options.shard_bytes() == 0) options.set_shard_bytes(kDefaultShardBytes);
   if (options.shard_bytes() < kLeastShardBytes)
@@ -87,7 +92,7 @@ Json FieldJson(const google::protobuf::Message& message,
     case FieldDescriptor::CPPTYPE_UINT64: return reflection->GetUInt64(message, field);
     case FieldDescriptor::CPPTYPE_DOUBLE: return reflection->GetDouble(message, field);
     case FieldDescriptor::CPPTYPE_BOOL: return reflection->GetBool(message, field);
-    case FieldDescriptor::CPPTYPE_ENUM: return reflection->GetEnum(message, field)->name();
+    case FieldDescriptor::CPPTYPE_ENUM: return EnumName(*reflection->GetEnum(message, field));
     default: return reflection->GetString(message, field);
   }
 }
@@ -98,6 +103,8 @@ double DefaultTemperature(bool thinking) { return thinking ? 1.0 : 0.6; }
 
 absl::StatusOr<TextPlan> PlanText(const v1::JobOptions& options, bool generate,
                                   const ServedModel& model) {
+  if (!v1::JobMode_IsValid(options.mode()))
+    return Invalid("mode", static_cast<int>(options.mode()), "give generate or prefill");
   TextPlan plan;
   plan.generate = generate;
   plan.thinking = options.has_thinking() ? options.thinking() : true;
@@ -125,9 +132,8 @@ absl::StatusOr<JobPlan> PlanJob(const v1::JobOptions& given, bool generate,
   JobPlan plan;
   plan.options = given;
   v1::JobOptions& options = plan.options;
-  if (options.name().size() > 200)
-    return Invalid("name", fmt::format("a name of {} bytes", options.name().size()),
-                   "give 1 to 200");
+  if (const size_t count = CountCharacters(options.name()); count > kMaxNameCharacters)
+    return Invalid("name", fmt::format("a name of {} characters", count), "give 1 to 200");
   STATETAP_ASSIGN_OR_RETURN(plan.text, PlanText(given, generate, model));
   options.set_mode(generate ? v1::JOB_MODE_GENERATE : v1::JOB_MODE_PREFILL);
   options.set_template_(std::string(NameOf(plan.text.kind)));
@@ -155,7 +161,14 @@ absl::StatusOr<JobPlan> PlanOfStored(std::string_view serialized_options,
   if (!options.ParseFromArray(serialized_options.data(),
                               static_cast<int>(serialized_options.size())))
     return absl::DataLossError("the job's stored options cannot be read");
-  return PlanJob(options, options.mode() == v1::JOB_MODE_GENERATE, model);
+  // The limit of the server that took the job may have been higher; whether that matters depends on
+  // what is to do (JobRunner looks).
+  const int32_t max_length = options.max_length();
+  options.set_max_length(std::min(max_length, model.max_seq_len));
+  STATETAP_ASSIGN_OR_RETURN(JobPlan plan,
+                            PlanJob(options, options.mode() == v1::JOB_MODE_GENERATE, model));
+  plan.options.set_max_length(max_length);
+  return plan;
 }
 
 ContentConfig ContentOf(const JobPlan& plan, const ServedModel& model) {

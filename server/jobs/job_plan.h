@@ -46,8 +46,8 @@ int32_t MaxNewTokens(const JobPlan& plan, const SampleRow& sample);
 
 double DefaultTemperature(bool thinking);
 
-// The options as one JSON object, field names as in the contract; and "field: a here, b there; …"
-// for those that differ.
+// The options as one JSON object, field names as in the contract, enums in lower case ("generate");
+// and "field: a here, b there; …" for those that differ.
 std::string OptionsJson(const v1::JobOptions& options);
 std::string OptionDifferences(const v1::JobOptions& mine, const v1::JobOptions& theirs);
 

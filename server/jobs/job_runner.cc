@@ -82,13 +82,31 @@ ShardConfig JobRunner::ShardConfigOf(const JobRecord& record, const JobPlan& pla
   return config;
 }
 
+absl::StatusOr<std::string> JobRunner::Obstacle(const JobRecord& record,
+                                                const JobPlan& plan) const {
+  std::string conflict = ContentConflict(record.content, ContentOf(plan, model_));
+  const int64_t max_length = plan.options.max_length();
+  if (!conflict.empty() || max_length <= model_.max_seq_len) return conflict;
+  STATETAP_ASSIGN_OR_RETURN(const int64_t most,
+                            store_.MostTokens(record.key, [&](int64_t max_new) -> int64_t {
+                              if (!plan.text.generate) return 0;
+                              if (max_new == 0) max_new = plan.options.max_new_tokens();
+                              return max_new > 0 ? max_new : max_length;
+                            }));
+  if (std::min(most, max_length) <= model_.max_seq_len) return "";
+  return fmt::format(
+      "max_length is {} and a sample may reach {} tokens, this server's --max-seq-len is {}: start "
+      "it with --max-seq-len {} to go on, or submit the rest as a new job",
+      max_length, std::min(most, max_length), model_.max_seq_len, max_length);
+}
+
 absl::Status JobRunner::Activate(const JobRecord& record) {
   const absl::StatusOr<JobPlan> plan = PlanOfStored(record.options, model_);
   if (!plan.ok()) return store_.MarkWaiting(record.key, MessageOf(plan.status()));
-  const std::string conflict = ContentConflict(record.content, ContentOf(*plan, model_));
-  if (!conflict.empty()) {
-    LogWarning("{} waits: {}", record.id, conflict);
-    return store_.MarkWaiting(record.key, conflict);
+  STATETAP_ASSIGN_OR_RETURN(const std::string obstacle, Obstacle(record, *plan));
+  if (!obstacle.empty()) {
+    LogWarning("{} waits: {}", record.id, obstacle);
+    return store_.MarkWaiting(record.key, obstacle);
   }
   auto job =
       std::make_shared<ActiveJob>(record.key, record.id, *plan, ShardConfigOf(record, *plan));

@@ -90,6 +90,8 @@ class JobRunner final : private SampleSource, private HiddenStateSink {
   void StopJob(const ActiveJob& job);
   void Release(int64_t bytes);
   void Wake();
+  // Empty, or why the job cannot go on with this model and these limits.
+  absl::StatusOr<std::string> Obstacle(const JobRecord& record, const JobPlan& plan) const;
   ShardConfig ShardConfigOf(const JobRecord& record, const JobPlan& plan) const;
   int64_t MostRows(const ActiveJob& job, const SampleRow& sample) const;
   int64_t Reservation(const ActiveJob& job, const SampleRow& sample) const;

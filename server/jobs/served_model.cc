@@ -33,6 +33,11 @@ std::vector<int32_t> StopIds(const CheckpointIndex& checkpoint, const Tokenizer&
 absl::StatusOr<ServedModel> ServedModel::Of(const CheckpointIndex& checkpoint,
                                             const EngineOptions& options, const EngineInfo& info) {
   STATETAP_ASSIGN_OR_RETURN(Tokenizer tokenizer, Tokenizer::Open(checkpoint.folder()));
+  if (tokenizer.vocab() > checkpoint.config().vocab) {
+    return absl::InvalidArgumentError(fmt::format(
+        "{}: the tokenizer has {} tokens, config.json a vocab_size of {}: files of two models?",
+        checkpoint.folder().string(), tokenizer.vocab(), checkpoint.config().vocab));
+  }
   ServedModel model;
   model.name = checkpoint.name();
   model.path = std::filesystem::absolute(checkpoint.folder()).lexically_normal().string();

@@ -1,12 +1,15 @@
 #include "server/rpc/convert.h"
 
-#include <cmath>
 #include <filesystem>
 
 #include "extractor/base/digest.h"
+#include "extractor/base/text.h"
 
 namespace statetap {
 namespace {
+
+// Clients refuse headers of more than 8 KiB, and a byte that is no ASCII takes three there.
+constexpr size_t kMostStatusBytes = 2000;
 
 std::string DigestOf(std::span<const ShardRow> shards) {
   if (shards.empty()) return "";
@@ -15,7 +18,6 @@ std::string DigestOf(std::span<const ShardRow> shards) {
   return HexOf(digest.Digest());
 }
 
-// From what is stored: tokens a sample so far, times what is to do.
 // What is left at the mean length of what is done, stored or in the open shard.
 double EtaSeconds(const JobRecord& job, const JobRunner::Live& live) {
   const int64_t done = job.counts.stored + live.captured;
@@ -25,20 +27,13 @@ double EtaSeconds(const JobRecord& job, const JobRunner::Live& live) {
          static_cast<double>(left) / live.tokens_per_second;
 }
 
-std::vector<double> StdOf(const BoundaryStatistics& statistics) {
-  std::vector<double> std;
-  for (const double m2 : statistics.m2)
-    std.push_back(std::sqrt(m2 / static_cast<double>(std::max<int64_t>(1, statistics.count))));
-  return std;
-}
-
 }  // namespace
 
 grpc::Status ToGrpc(const absl::Status& status) {
   if (status.ok()) return grpc::Status::OK;
   // Both number the codes as google.rpc.Code does.
   return grpc::Status(static_cast<grpc::StatusCode>(status.raw_code()),
-                      std::string(MessageOf(status)));
+                      CutMiddle(MessageOf(status), kMostStatusBytes));
 }
 
 v1::Job ToProto(const JobRecord& job, const JobRunner::Live& live, const ServedModel& model,
@@ -136,42 +131,9 @@ v1::Shard ToProto(const ShardRow& shard, const ShardFolders& folders) {
 }
 
 v1::Statistics ToProto(const ShardCache::Joined& joined, Channels channels) {
-  v1::Statistics proto;
+  v1::Statistics proto = StatisticsMessage(joined.boundaries, joined.statistics, channels);
   proto.set_samples(joined.samples);
   proto.set_rows(joined.rows);
-  for (size_t i = 0; i < joined.statistics.size(); ++i) {
-    const BoundaryStatistics& statistics = joined.statistics[i];
-    const BoundaryStatistics::Overall overall = statistics.Summary();
-    v1::BoundaryStatistics& out = *proto.add_boundaries();
-    out.set_boundary(joined.boundaries[i]);
-    out.set_layer_output(joined.boundaries[i] - 1);
-    out.set_count(statistics.count);
-    out.set_mean(overall.mean);
-    out.set_std(overall.std);
-    out.set_min(overall.min);
-    out.set_max(overall.max);
-    out.set_abs_max(overall.abs_max);
-    out.set_rms(overall.rms);
-    out.set_row_rms_p01(statistics.RmsQuantile(0.01));
-    out.set_row_rms_p50(statistics.RmsQuantile(0.50));
-    out.set_row_rms_p99(statistics.RmsQuantile(0.99));
-    out.set_zero_rows(statistics.zero_rows);
-    out.set_nonfinite(statistics.nonfinite);
-    out.mutable_row_rms_bins()->Assign(statistics.row_rms_histogram.begin(),
-                                       statistics.row_rms_histogram.end());
-    if (channels == Channels::kNo) continue;
-    const std::vector<double> std = StdOf(statistics);
-    out.mutable_channel_mean()->Assign(statistics.mean.begin(), statistics.mean.end());
-    out.mutable_channel_std()->Assign(std.begin(), std.end());
-    out.mutable_channel_min()->Assign(statistics.min.begin(), statistics.min.end());
-    out.mutable_channel_max()->Assign(statistics.max.begin(), statistics.max.end());
-  }
-  for (const StatisticsAlarm& alarm : FindAlarms(joined.boundaries, joined.statistics)) {
-    v1::Alarm& out = *proto.add_alarms();
-    out.set_kind(alarm.kind);
-    out.set_boundary(alarm.boundary);
-    out.set_message(alarm.message);
-  }
   return proto;
 }
 

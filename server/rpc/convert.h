@@ -4,6 +4,7 @@
 
 #include <grpcpp/support/status.h>
 
+#include "proto/messages/statistics.h"
 #include "server/features/shard_cache.h"
 #include "server/jobs/job_runner.h"
 #include "server/store/job_store.h"
@@ -19,7 +20,6 @@ v1::Job ToProto(const JobRecord& job, const JobRunner::Live& live, const ServedM
 v1::Sample ToProtoSample(const SampleListing& listing, std::string_view shard_name);
 v1::Rejected ToProtoRejected(const SampleListing& listing);
 v1::Shard ToProto(const ShardRow& shard, const ShardFolders& folders);
-enum class Channels { kYes, kNo };
 v1::Statistics ToProto(const ShardCache::Joined& joined, Channels channels);
 
 }  // namespace statetap

@@ -1,5 +1,6 @@
 #include "server/rpc/jobs_service.h"
 
+#include <algorithm>
 #include <charconv>
 #include <chrono>
 #include <filesystem>
@@ -38,10 +39,30 @@ absl::StatusOr<Page> PageOf(const v1::ListSamplesRequest& request) {
   return page;
 }
 
-// Empty where this was the last page.
-std::string NextToken(const std::vector<SampleListing>& listings, const Page& page) {
-  if (static_cast<int64_t>(listings.size()) < page.size) return "";
-  return std::to_string(listings.back().sample.index);
+// Of a page's messages, so that a client with the usual limit of 4 MiB can take it.
+constexpr size_t kPageBytes = size_t{3} << 20;
+constexpr int64_t kReadAtOnce = 256;
+
+// Calls `read(after, limit)` and `add(listing) → message` until the page is full. The next page's
+// token; empty where this was the last one.
+template <typename Message, typename Read, typename ToMessage>
+absl::StatusOr<std::string> FillPage(Page page, const Read& read, const ToMessage& to_message,
+                                     google::protobuf::RepeatedPtrField<Message>* to) {
+  size_t bytes = 0;
+  while (page.size > 0) {
+    const int64_t wanted = std::min(page.size, kReadAtOnce);
+    STATETAP_ASSIGN_OR_RETURN(const std::vector<SampleListing> listings, read(page.after, wanted));
+    for (const SampleListing& listing : listings) {
+      Message message = to_message(listing);
+      bytes += message.ByteSizeLong() + 8;  // its tag and length
+      if (bytes > kPageBytes && !to->empty()) return std::to_string(page.after);
+      *to->Add() = std::move(message);
+      page.after = listing.sample.index;
+      --page.size;
+    }
+    if (static_cast<int64_t>(listings.size()) < wanted) return "";
+  }
+  return std::to_string(page.after);
 }
 
 template <typename T>
@@ -231,15 +252,20 @@ grpc::Status JobsService::ListSamples(grpc::ServerContext*, const v1::ListSample
     STATETAP_ASSIGN_OR_RETURN(const JobRecord job, context_.store.GetJob(request->job()));
     STATETAP_ASSIGN_OR_RETURN(const Page page, PageOf(*request));
     STATETAP_ASSIGN_OR_RETURN(const SampleFilter filter, SampleFilter::Parse(request->where()));
-    STATETAP_ASSIGN_OR_RETURN(const auto listings,
-                              context_.store.Stored(job.key, page.after, page.size, filter));
     STATETAP_ASSIGN_OR_RETURN(const auto shards, context_.store.Shards(job.key));
     std::map<int64_t, std::string> names;
     for (const ShardRow& shard : shards)
       names[shard.seq] = std::filesystem::path(shard.path).filename().string();
-    for (const SampleListing& listing : listings)
-      *response->add_samples() = ToProtoSample(listing, names[listing.shard]);
-    response->set_next_page_token(NextToken(listings, page));
+    STATETAP_ASSIGN_OR_RETURN(*response->mutable_next_page_token(),
+                              FillPage(
+                                  page,
+                                  [&](int64_t after, int64_t limit) {
+                                    return context_.store.Stored(job.key, after, limit, filter);
+                                  },
+                                  [&](const SampleListing& listing) {
+                                    return ToProtoSample(listing, names[listing.shard]);
+                                  },
+                                  response->mutable_samples()));
     return absl::OkStatus();
   };
   return ToGrpc(list());
@@ -250,11 +276,13 @@ grpc::Status JobsService::ListRejected(grpc::ServerContext*, const v1::ListSampl
   const auto list = [&]() -> absl::Status {
     STATETAP_ASSIGN_OR_RETURN(const JobRecord job, context_.store.GetJob(request->job()));
     STATETAP_ASSIGN_OR_RETURN(const Page page, PageOf(*request));
-    STATETAP_ASSIGN_OR_RETURN(const auto listings,
-                              context_.store.Rejected(job.key, page.after, page.size));
-    for (const SampleListing& listing : listings)
-      *response->add_rejected() = ToProtoRejected(listing);
-    response->set_next_page_token(NextToken(listings, page));
+    STATETAP_ASSIGN_OR_RETURN(*response->mutable_next_page_token(),
+                              FillPage(
+                                  page,
+                                  [&](int64_t after, int64_t limit) {
+                                    return context_.store.Rejected(job.key, after, limit);
+                                  },
+                                  ToProtoRejected, response->mutable_rejected()));
     return absl::OkStatus();
   };
   return ToGrpc(list());

@@ -21,8 +21,11 @@ static_assert(std::size(kMigrations) == kSchemaVersion - 1);
 
 absl::Status PrepareSchema(SqlConnection& connection, const std::filesystem::path& file) {
   // WAL: readers go on beside the writer. FULL: a transaction that returned survives a power cut.
+  // The log is cut back to 16 MiB when it begins anew: one large transaction must not take the
+  // space for good.
   STATETAP_RETURN_IF_ERROR(
-      connection.Execute("PRAGMA journal_mode = WAL; PRAGMA synchronous = FULL;"));
+      connection.Execute("PRAGMA journal_mode = WAL; PRAGMA synchronous = FULL;"
+                         "PRAGMA journal_size_limit = 16777216;"));
   int64_t version = 0;
   STATETAP_RETURN_IF_ERROR(
       connection.Query("PRAGMA user_version", [&](const SqlRow& row) { version = row.Int(0); }));

@@ -212,6 +212,10 @@ class JobStore {
                                                             int64_t limit) const;
   absl::StatusOr<int64_t> CountUnacknowledged(int64_t key, std::string_view group) const;
   absl::StatusOr<IndexedSample> FindStored(int64_t key, std::string_view id) const;
+  // The most tokens that a sample to do can reach: its own and `new_tokens(max_new of the sample)`.
+  // 0 where nothing is to do.
+  absl::StatusOr<int64_t> MostTokens(int64_t key,
+                                     const std::function<int64_t(int64_t)>& new_tokens) const;
   // By index: the digest of a sample that is still to do, or nothing.
   absl::StatusOr<std::optional<std::string>> ToDoDigest(int64_t key, int64_t index) const;
 
@@ -222,6 +226,7 @@ class JobStore {
   absl::StatusOr<std::string> FirstDifference(int64_t key, int64_t other);
   absl::StatusOr<std::string> ContentDigest(int64_t key, std::string_view options);
   absl::Status DeleteRows(int64_t key);
+  absl::StatusOr<int64_t> DeleteSomeSamples(int64_t key);
   // Begin, `body`, Settle, commit; rolls back where one of them fails.
   absl::Status Transact(int64_t key, const std::function<absl::Status()>& body);
 

@@ -1,4 +1,5 @@
 // The store's queries. They run on a connection of their own: a commit in progress delays none.
+#include <algorithm>
 #include <cstring>
 
 #include "extractor/base/digest.h"
@@ -259,6 +260,17 @@ absl::StatusOr<IndexedSample> JobStore::FindStored(int64_t key, std::string_view
         fmt::format("id: sample \"{}\" is {}, only a stored one has states", id, kNames[state]));
   }
   return *found;
+}
+
+absl::StatusOr<int64_t> JobStore::MostTokens(
+    int64_t key, const std::function<int64_t(int64_t)>& new_tokens) const {
+  int64_t most = 0;
+  const std::lock_guard lock(read_mutex_);
+  STATETAP_RETURN_IF_ERROR(read_.Query(
+      "SELECT max_new, MAX(LENGTH(ids)) / 4 FROM samples WHERE job = ? AND state = 0 "
+      "GROUP BY max_new",
+      [&](const SqlRow& row) { most = std::max(most, row.Int(1) + new_tokens(row.Int(0))); }, key));
+  return most;
 }
 
 absl::StatusOr<std::optional<std::string>> JobStore::ToDoDigest(int64_t key, int64_t index) const {

@@ -152,7 +152,7 @@ absl::StatusOr<JobStore::Published> JobStore::PublishJob(
           "UPDATE jobs SET name = ?, options = ?, digest = ?, state = 1, created = ? WHERE key = ?",
           full_name, std::as_bytes(std::span(options)), digest, NowUnixMs(), key);
     }
-    if (existing_digest == digest) return DeleteRows(key);
+    if (existing_digest == digest) return absl::OkStatus();
     std::string what = difference(existing_options);
     STATETAP_ASSIGN_OR_RETURN(const std::string samples, FirstDifference(key, *existing));
     if (!samples.empty()) what += (what.empty() ? "" : "; ") + samples;
@@ -162,10 +162,8 @@ absl::StatusOr<JobStore::Published> JobStore::PublishJob(
         existing_id, full_name, what));
   };
   const absl::Status status = Transact(key, publish);
-  if (!status.ok()) {
-    AbandonJob(key).IgnoreError();
-    return status;
-  }
+  if (!status.ok() || existing) AbandonJob(key).IgnoreError();  // else the next start does
+  STATETAP_RETURN_IF_ERROR(status);
   STATETAP_ASSIGN_OR_RETURN(JobRecord job, GetJob(existing.value_or(key)));
   return Published{std::move(job), existing.has_value()};
 }

@@ -68,8 +68,26 @@ absl::Status JobStore::DeleteRows(int64_t key) {
   return absl::OkStatus();
 }
 
+absl::StatusOr<int64_t> JobStore::DeleteSomeSamples(int64_t key) {
+  const std::lock_guard lock(write_mutex_);
+  STATETAP_RETURN_IF_ERROR(write_.Run(
+      "DELETE FROM samples WHERE job = ?1 AND idx IN (SELECT idx FROM samples WHERE job = ?1 "
+      "ORDER BY idx LIMIT 1000)",
+      key));
+  return write_.changes();
+}
+
+// In small transactions, since nobody sees the job: a large one would fill the log with every page
+// of an upload that was perhaps refused because the disk is full.
 absl::Status JobStore::AbandonJob(int64_t key) {
-  return Transact(key, [&] { return DeleteRows(key); });
+  int64_t deleted = 1;
+  while (deleted > 0) {
+    STATETAP_ASSIGN_OR_RETURN(deleted, DeleteSomeSamples(key));
+  }
+  STATETAP_RETURN_IF_ERROR(Transact(key, [&] { return DeleteRows(key); }));
+  const std::lock_guard lock(write_mutex_);
+  write_.Execute("PRAGMA wal_checkpoint(TRUNCATE)").IgnoreError();  // the next one does
+  return absl::OkStatus();
 }
 
 absl::Status JobStore::MarkRunning(int64_t key) {

@@ -94,9 +94,9 @@ ShardConfig ConfigOf(const CheckpointIndex& index) {
 }
 
 TEST_F(LongSampleTest, EveryLengthComesBackWhole) {
-  const std::vector<SampleTask> tasks = {
-      Prefill(1),         Prefill(2),         Prefill(8191),      Prefill(8192),   Prefill(8193),
-      Generate(8190, 1),  Generate(8190, 2),  Generate(8190, 3),  Prefill(66000)};
+  const std::vector<SampleTask> tasks = {Prefill(1),        Prefill(2),        Prefill(8191),
+                                         Prefill(8192),     Prefill(8193),     Generate(8190, 1),
+                                         Generate(8190, 2), Generate(8190, 3), Prefill(66000)};
   const auto captured = RunTasks(*Open(512), tasks, kHidden);
   const auto path = folder_ / "shard.h5";
   {
@@ -150,9 +150,8 @@ TEST_F(LongSampleTest, PositionsAreRightFarBehindTheOriginalContext) {
   double largest_control = 0;
   for (const size_t row : {0, 1, 2, 63, 64, 2047, 2048, 2049, 4095, 4096, 7998, 7999}) {
     EXPECT_LT(ErrorOf(captured[1], tasks[1].input_ids, row), kTolerance) << row;
-    largest_control =
-        std::max(largest_control,
-                 ErrorOf(captured[1], tasks[1].input_ids, row, NarrowModel::Pairs::kHalves));
+    largest_control = std::max(largest_control, ErrorOf(captured[1], tasks[1].input_ids, row,
+                                                        NarrowModel::Pairs::kHalves));
   }
   // The comparison can tell one rotary from another.
   EXPECT_GT(largest_control, 10 * kTolerance);

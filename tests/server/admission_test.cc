@@ -77,6 +77,12 @@ TEST_F(AdmissionTest, RefusesOptionsNamingFieldValueAndRemedy) {
   refused([](auto& o) { o.set_keep_reasoning("most"); }, "keep_reasoning", "");
   refused([](auto& o) { o.set_turns("each"); }, "turns", "\"each\"");
   refused([](auto& o) { o.set_eval_fraction(1); }, "eval_fraction", "1");
+  refused([](auto& o) { o.set_mode(static_cast<v1::JobMode>(7)); }, "mode", "7");
+  refused([](auto& o) { o.set_too_long(static_cast<v1::TooLong>(-3)); }, "too_long", "-3");
+  refused([](auto& o) { o.set_name(std::string(201, 'x')); }, "name", "a name of 201 characters");
+  v1::JobOptions wide;  // 200 characters of three bytes
+  for (int i = 0; i < 200; ++i) *wide.mutable_name() += "名";
+  EXPECT_OK(Plan(wide));
   ServedModel shallow = model_;
   shallow.config.num_layers = 6;
   EXPECT_THAT(PlanJob({}, true, shallow),
@@ -127,6 +133,51 @@ TEST_F(AdmissionTest, RejectsWhatCannotBeASample) {
   sample.set_max_new_tokens(-2147483647 - 1);
   EXPECT_THAT(Admit(sample, {}, true).rejection->message, HasSubstr("max_new_tokens"));
   EXPECT_EQ(Admit(ChatSample(std::string(1001, 'x'), "hi"), {}, true).rejection->reason, "input");
+}
+
+TEST_F(AdmissionTest, RejectsChatsThatGiveNoSample) {
+  v1::SampleInput answered;
+  answered.mutable_chat()->set_messages_json(
+      R"([{"role":"user","content":"a"},{"role":"assistant","content":"b"}])");
+  SampleRow row = Admit(answered, {}, /*generate=*/true);
+  ASSERT_TRUE(row.rejection);
+  EXPECT_EQ(row.rejection->reason, "template");
+  EXPECT_THAT(row.rejection->message, HasSubstr("messages[1] is the assistant's"));
+  EXPECT_FALSE(Admit(answered, {}, /*generate=*/false).rejection);
+  row = Admit(ChatSample("x", "hi"), {}, /*generate=*/false);
+  ASSERT_TRUE(row.rejection);
+  EXPECT_EQ(row.rejection->reason, "template");
+  EXPECT_THAT(row.rejection->message, HasSubstr("no token would be supervised"));
+  // Nothing looks at an image: its states would be those of a placeholder.
+  v1::SampleInput image;
+  image.mutable_chat()->set_messages_json(
+      R"([{"role":"user","content":[{"type":"text","text":"what is this?"},)"
+      R"({"type":"image_url","image_url":{"url":"https://example.com/a.png"}}]}])");
+  row = Admit(image, {}, /*generate=*/true);
+  ASSERT_TRUE(row.rejection);
+  EXPECT_EQ(row.rejection->reason, "template");
+  EXPECT_THAT(row.rejection->message, HasSubstr("messages[0]"));
+}
+
+TEST_F(AdmissionTest, LongFieldsAreRejectedAndNotEchoed) {
+  v1::SampleInput sample = ChatSample("x", "hi");
+  sample.set_meta_json(fmt::format("{{\"note\": \"{}\"}}", std::string(5 << 20, 'n')));
+  SampleRow row = Admit(sample, {}, true);
+  ASSERT_TRUE(row.rejection);
+  EXPECT_EQ(row.rejection->reason, "input");
+  EXPECT_THAT(row.rejection->message, HasSubstr("meta has 5242892 bytes"));
+  EXPECT_THAT(row.rejection->message, HasSubstr("at most 65536"));
+  EXPECT_LT(row.meta_json.size(), size_t{1} << 16);
+  sample = ChatSample("x", "hi");
+  sample.set_source(std::string(100'000, 's'));
+  row = Admit(sample, {}, true);
+  EXPECT_THAT(row.rejection->message, HasSubstr("source has 100000 bytes"));
+  EXPECT_LT(row.source.size(), 1100u);
+  sample = ChatSample("x", "hi");
+  sample.set_meta_json(fmt::format("{{\"{}\": [1]}}", std::string(20'000, 'k')));
+  row = Admit(sample, {}, true);
+  EXPECT_LT(row.rejection->message.size(), 1100u);
+  EXPECT_TRUE(row.rejection->message.ends_with("is not a scalar"));
 }
 
 TEST_F(AdmissionTest, PrefillOfAChatSupervisesItsLastAnswer) {
@@ -180,8 +231,11 @@ TEST_F(AdmissionTest, MixedKindsMustSayTheMode) {
               StatusIs(absl::StatusCode::kInvalidArgument, "options.mode"));
   v1::JobOptions options;
   options.set_mode(v1::JOB_MODE_PREFILL);
+  v1::SampleInput answered;
+  answered.mutable_chat()->set_messages_json(
+      R"([{"role":"user","content":"a"},{"role":"assistant","content":"b"}])");
   ASSERT_OK_AND_ASSIGN(const JobRecord job,
-                       harness.Submit(options, {ChatSample("a", "hi"), IdsSample("b", {1, 2})}));
+                       harness.Submit(options, {answered, IdsSample("b", {1, 2})}));
   EXPECT_EQ(job.counts.to_do, 2);
   EXPECT_THAT(harness.Submit({}, {}), StatusIs(absl::StatusCode::kInvalidArgument, "at least one"));
   ASSERT_OK_AND_ASSIGN(const auto jobs, harness.store->ListJobs());

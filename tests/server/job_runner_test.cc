@@ -326,6 +326,56 @@ TEST(JobRunnerTest, FailedWriteWaitsAndGoesOnWhenMended) {
   EXPECT_EQ(harness.BufferedInTheEnd(), 0);
 }
 
+// The disk of --data is full as well: neither that the job waits nor that it goes on can be noted
+// at first.
+TEST(JobRunnerTest, WaitingThatCannotBeNotedIsTriedAgainAllTheSame) {
+  JobRunner::Options options;
+  options.retry_after = std::chrono::milliseconds(50);
+  JobHarness harness(options);
+  harness.Run();
+  ASSERT_OK_AND_ASSIGN(auto sql, SqlConnection::Open(harness.dir / "statetap.db",
+                                                     SqlConnection::Access::kReadWrite));
+  ASSERT_OK(
+      sql.Execute("CREATE TRIGGER full BEFORE UPDATE OF state ON jobs WHEN NEW.state IN (1, 3) "
+                  "AND OLD.state <> 0 BEGIN SELECT RAISE(ABORT, 'database or disk is full'); END"));
+  std::vector<v1::SampleInput> samples;
+  for (int i = 0; i < 100; ++i)
+    samples.push_back(IdsSample(fmt::format("s{}", i), std::vector<int32_t>(250, i + 1)));
+  harness.engine->faults.step = std::chrono::milliseconds(1);
+  ASSERT_OK_AND_ASSIGN(const JobRecord job, harness.Submit(Options(1 << 20), samples));
+  const auto blocked = harness.folders().Folder(job.id) / "shard-000002.h5";
+  std::filesystem::create_directories(blocked / "x");
+  harness.WaitUntil(job, [](const JobRecord& now) { return now.counts.stored > 0; });
+  std::this_thread::sleep_for(std::chrono::milliseconds(400));  // several attempts
+  const JobRecord stuck = *harness.store->GetJob(job.key);
+  EXPECT_EQ(NameOf(stuck.state), "running");
+  EXPECT_LT(stuck.counts.stored, 100);
+  std::filesystem::remove_all(blocked);
+  ASSERT_OK(sql.Execute("DROP TRIGGER full"));
+  EXPECT_EQ(harness.WaitForEnd(job).counts.stored, 100);
+}
+
+// What was 8192 by default need not stop a job whose samples are short.
+TEST(JobRunnerTest, SmallerLengthLimitMattersOnlyWhereASampleMayReachIt) {
+  JobHarness harness;
+  ASSERT_OK_AND_ASSIGN(const JobRecord prefill,
+                       harness.Submit({}, {IdsSample("a", std::vector<int32_t>(100, 7))}));
+  v1::JobOptions options;
+  options.set_max_new_tokens(20);
+  ASSERT_OK_AND_ASSIGN(const JobRecord bounded, harness.Submit(options, Chats(3)));
+  options.clear_max_new_tokens();
+  ASSERT_OK_AND_ASSIGN(const JobRecord open, harness.Submit(options, Chats(3)));
+  harness.model.max_seq_len = 128;
+  harness.Restart();
+  harness.Run();
+  EXPECT_EQ(harness.WaitForEnd(prefill).counts.stored, 1);
+  EXPECT_EQ(harness.WaitForEnd(bounded).counts.stored, 3);
+  const JobRecord waiting = *harness.store->GetJob(open.key);
+  EXPECT_EQ(NameOf(waiting.state), "waiting");
+  EXPECT_THAT(waiting.message, HasSubstr("max_length is 512"));
+  EXPECT_THAT(waiting.message, HasSubstr("--max-seq-len 512"));
+}
+
 TEST(JobRunnerTest, OtherConfigurationMakesTheJobWaitAndNamesTheField) {
   JobHarness harness;
   ASSERT_OK_AND_ASSIGN(const JobRecord job, harness.Submit(Options(), Chats(4)));

@@ -156,6 +156,32 @@ TEST_F(JobStoreTest, UnpublishedUploadLeavesNothing) {
   EXPECT_THAT(store_->GetJob(key), StatusIs(absl::StatusCode::kNotFound, "gone"));
 }
 
+// As an upload that was refused, and one that was there already: 40 MB of ids.
+TEST_F(JobStoreTest, UploadThatIsGivenUpLeavesNoLargeLog) {
+  const auto log_bytes = [&] { return std::filesystem::file_size(dir_ / "statetap.db-wal"); };
+  for (const bool publish : {true, true, false}) {
+    ASSERT_OK_AND_ASSIGN(const int64_t key, store_->CreateJob({}));
+    for (int batch = 0; batch < 2; ++batch) {
+      std::vector<SampleRow> samples;
+      for (int i = 0; i < 5000; ++i) {
+        samples.push_back(Sample(fmt::format("{}-{}", batch, i)));
+        samples.back().ids.assign(1000, i);
+      }
+      ASSERT_OK(store_->AddSamples(key, samples));
+    }
+    if (publish) {
+      ASSERT_OK(store_->PublishJob(key, "large", "o", NoDifference));
+    } else {
+      ASSERT_OK(store_->AbandonJob(key));
+      EXPECT_THAT(store_->GetJob(key), StatusIs(absl::StatusCode::kNotFound, "gone"));
+    }
+  }
+  EXPECT_LT(log_bytes(), size_t{1} << 20);
+  ASSERT_OK_AND_ASSIGN(const auto jobs, store_->ListJobs());
+  ASSERT_EQ(jobs.size(), 1u);
+  EXPECT_EQ(jobs[0].counts.to_do, 10000);
+}
+
 TEST_F(JobStoreTest, GroupsAcknowledgeApart) {
   ASSERT_OK_AND_ASSIGN(const JobRecord job, Publish({Sample("a"), Sample("b"), Sample("c")}));
   ASSERT_OK(Commit(job.key, {2, 0}));

@@ -60,6 +60,10 @@ TEST(ServerConfigTest, WrongUsageExitsWithTwoAndSaysWhatIsNear) {
   wrong({"--model", "m", "--data", "d", "--tp", "0"}, "--tp");
   wrong({"--model", "m", "--data", "d", "--listen", "nowhere"}, "--listen");
   wrong({"--model", "m", "--data", "d", "--backend", "tpu"}, "--backend");
+  for (const char* flag : {"--inner-eps", "--kv-cache-gib", "--host-buffer-gib"}) {
+    for (const char* value : {"nan", "inf", "-inf", "0", "-1", "1e300", "x"})
+      wrong({"--model", "m", "--data", "d", flag, value}, flag);
+  }
   EXPECT_EQ(Parse({"--help"}).exit_code, 0);
   EXPECT_THAT(Parse({"--help"}).text, HasSubstr("--drain-seconds"));
 }

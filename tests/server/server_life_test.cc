@@ -2,6 +2,9 @@
 #include <grpcpp/generic/generic_stub.h>
 #include <grpcpp/grpcpp.h>
 #include <httplib.h>
+#include <netinet/in.h>
+#include <sys/socket.h>
+#include <unistd.h>
 
 #include "tests/support/server_fixture.h"
 
@@ -190,6 +193,27 @@ TEST_F(ServerLifeTest, HttpTellsHealthAndMetrics) {
   ASSERT_TRUE(metrics);
   EXPECT_THAT(metrics->body, HasSubstr("statetap_samples{state=\"stored\"} 3"));
   EXPECT_THAT(metrics->body, HasSubstr("statetap_engine_up 1"));
+}
+
+TEST_F(ServerLifeTest, SilentHttpConnectionsKeepNoProbeWaiting) {
+  const std::string where = server_->http_address();
+  sockaddr_in address{};
+  address.sin_family = AF_INET;
+  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  address.sin_port = htons(static_cast<uint16_t>(std::stoi(where.substr(where.rfind(':') + 1))));
+  std::vector<int> silent;
+  for (int i = 0; i < 24; ++i) {  // more than the library's threads
+    silent.push_back(socket(AF_INET, SOCK_STREAM, 0));
+    ASSERT_EQ(connect(silent.back(), reinterpret_cast<sockaddr*>(&address), sizeof(address)), 0);
+  }
+  std::this_thread::sleep_for(std::chrono::milliseconds(100));  // all are taken
+  const auto begun = std::chrono::steady_clock::now();
+  httplib::Client client("http://" + where);
+  const auto health = client.Get("/healthz");
+  ASSERT_TRUE(health);
+  EXPECT_EQ(health->status, 200);
+  EXPECT_LT(std::chrono::steady_clock::now() - begun, std::chrono::seconds(1));
+  for (const int descriptor : silent) close(descriptor);
 }
 
 TEST_F(ServerLifeTest, TakenPortsAreRefused) {

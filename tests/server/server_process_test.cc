@@ -2,6 +2,7 @@
 #include "tests/support/server_process.h"
 
 #include <grpcpp/grpcpp.h>
+#include <sys/resource.h>
 
 #include <functional>
 #include <map>
@@ -165,6 +166,28 @@ TEST(ServerProcessTest, SecondSignalEndsAtOnce) {
   std::this_thread::sleep_for(std::chrono::milliseconds(200));
   server.Signal(SIGTERM);
   EXPECT_EQ(server.WaitForExit(), 128 + SIGTERM);
+}
+
+// A limit on the size of files (ulimit -f) is a failed write: the job waits, the server goes on.
+TEST(ServerProcessTest, FileSizeLimitMakesTheJobWait) {
+  TempDir data, logs;
+  rlimit before{};
+  ASSERT_EQ(getrlimit(RLIMIT_FSIZE, &before), 0);
+  rlimit small = before;
+  small.rlim_cur = 768 << 10;
+  ASSERT_EQ(setrlimit(RLIMIT_FSIZE, &small), 0);
+  ServerProcess server(Arguments(data), logs.path());
+  ASSERT_EQ(setrlimit(RLIMIT_FSIZE, &before), 0);
+  Client client(server.WaitUntilReady());
+  const std::string id = client.Submit();
+  const v1::Job job =
+      client.WaitUntil(id, [](const v1::Job& now) { return now.state() == v1::JOB_STATE_WAITING; });
+  EXPECT_EQ(job.state(), v1::JOB_STATE_WAITING) << server.Errors();
+  EXPECT_THAT(job.message(), HasSubstr("shard-000001.h5"));
+  EXPECT_EQ(job.counts().to_do(), kSamples);
+  EXPECT_EQ(client.Get(id).id(), id);
+  server.Signal(SIGTERM);
+  EXPECT_EQ(server.WaitForExit(), 0) << server.Errors();
 }
 
 TEST(ServerProcessTest, SecondServerOnADataFolderOrPortExitsWithOne) {

@@ -204,6 +204,77 @@ TEST_F(ServerTest, ErrorsCarryCodeFieldAndRemedy) {
   }
 }
 
+// A stock client takes 4 MiB a message and 8 KiB of status.
+TEST_F(ServerTest, PagesAndErrorsFitAStockClient) {
+  std::vector<v1::SampleInput> samples;
+  for (int i = 0; i < 120; ++i) {
+    samples.push_back(IdsSample(fmt::format("s{}", i), {1, 2, 3}));
+    samples.back().set_meta_json(fmt::format("{{\"note\":\"{}\"}}", std::string(60'000, 'n')));
+  }
+  v1::Job job;
+  const grpc::Status submitted = Submit({}, samples, &job);
+  ASSERT_TRUE(submitted.ok()) << submitted.error_message();
+  ASSERT_EQ(Watch(job.id()).counts().stored(), 120);
+  v1::ListSamplesRequest list;
+  list.set_job(job.id());
+  list.set_page_size(10'000);
+  std::vector<std::string> ids;
+  int pages = 0;
+  do {
+    grpc::ClientContext context;
+    v1::ListSamplesResponse page;
+    const grpc::Status status = jobs_->ListSamples(&context, list, &page);
+    ASSERT_TRUE(status.ok()) << status.error_message();
+    EXPECT_LE(page.ByteSizeLong(), size_t{4} << 20);
+    for (const v1::Sample& sample : page.samples()) ids.push_back(sample.id());
+    list.set_page_token(page.next_page_token());
+    ++pages;
+  } while (!list.page_token().empty());
+  EXPECT_GE(pages, 3);
+  ASSERT_EQ(ids.size(), 120u);
+  for (size_t i = 0; i < ids.size(); ++i) EXPECT_EQ(ids[i], fmt::format("s{}", i));
+
+  grpc::ClientContext context;
+  v1::GetJobRequest request;
+  for (int i = 0; i < 20'000; ++i) *request.mutable_job() += "ü";
+  const grpc::Status status = jobs_->GetJob(&context, request, &job);
+  EXPECT_EQ(status.error_code(), grpc::StatusCode::NOT_FOUND) << status.error_message();
+  EXPECT_THAT(status.error_message(), HasSubstr("`statetap list` shows all"));
+  EXPECT_THAT(status.error_message(), HasSubstr("bytes left out"));
+}
+
+// Only admission decides that a sample is too long, whatever its size.
+TEST_F(ServerTest, SampleOf100MBIsRejectedAndTheNextOneStored) {
+  std::vector<v1::SampleInput> samples = {IdsSample("good", {1, 2, 3})};
+  samples.push_back(IdsSample("large", std::vector<int32_t>(70'000'000, 1)));
+  samples.push_back(IdsSample("other", {1, 2, 3}));
+  v1::Job job;
+  const grpc::Status submitted = Submit({}, samples, &job);
+  ASSERT_TRUE(submitted.ok()) << submitted.error_message();
+  job = Watch(job.id());
+  EXPECT_EQ(job.counts().stored(), 2);
+  EXPECT_EQ(job.counts().rejected(), 1);
+}
+
+TEST_F(ServerTest, WhatIsInTheOpenShardIsCountedAsCaptured) {
+  engine_->faults.step = std::chrono::milliseconds(2);
+  v1::Job job;
+  ASSERT_TRUE(Submit({}, Chats(100), &job).ok());
+  grpc::ClientContext context;
+  v1::GetJobRequest request;
+  request.set_job(job.id());
+  const auto reader = jobs_->WatchJob(&context, request);
+  int64_t most = 0;
+  while (reader->Read(&job)) {
+    const v1::Counts& counts = job.counts();
+    EXPECT_LE(counts.captured(), counts.to_do());
+    if (counts.stored() == 0) most = std::max(most, counts.captured());
+  }
+  EXPECT_GT(most, 0);
+  EXPECT_EQ(job.counts().stored(), 100);
+  EXPECT_EQ(job.counts().captured(), 0);
+}
+
 TEST_F(ServerTest, CancelStopsARunningJob) {
   engine_->faults.step = std::chrono::milliseconds(2);
   v1::Job job;

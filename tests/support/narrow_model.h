@@ -24,8 +24,8 @@ class NarrowModel {
   enum class Pairs { kInterleaved, kHalves };
 
   NarrowModel() {
-    checkpoint_.config = *MakeConfig(
-        {.layers = 1, .query_lora = false, .int4_experts = false, .flat = true});
+    checkpoint_.config =
+        *MakeConfig({.layers = 1, .query_lora = false, .int4_experts = false, .flat = true});
     Json& config = checkpoint_.config;
     config["hidden_size"] = kHidden;
     config["num_attention_heads"] = config["num_key_value_heads"] = 1;
