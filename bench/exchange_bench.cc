@@ -71,28 +71,36 @@ class Bench {
       Join(*nccl_);
       ncclComm_t comms[kWorld];
       if (ncclCommInitAll(comms, kWorld, devices_.data()) != ncclSuccess) std::abort();
-      for (int rank = 0; rank < kWorld; ++rank) ranks_[static_cast<size_t>(rank)]->comm = comms[rank];
+      for (int rank = 0; rank < kWorld; ++rank)
+        ranks_[static_cast<size_t>(rank)]->comm = comms[rank];
     }
 #endif
   }
 
   void Run() {
     Ceilings();
-    std::printf("%-22s %8s %10s %10s %10s %10s\n", "us, median", "tokens", "KB", "peer",
-                "by nccl", "NCCL's");
+    std::printf("%-22s %8s %10s %10s %10s %10s\n", "us, median", "tokens", "KB", "peer", "by nccl",
+                "NCCL's");
     for (const int tokens : tokens_) {
       const bool sharded = tokens >= kShardedFrom;
-      Row("reduce-scatter", tokens, [&](cuda::DeviceGroup& g, Rank& r) { Sum(g, r, tokens, true, false); },
+      Row(
+          "reduce-scatter", tokens,
+          [&](cuda::DeviceGroup& g, Rank& r) { Sum(g, r, tokens, true, false); },
           [&](Rank& r) { Native(r, tokens, 's', false); });
-      Row("all-gather", tokens, [&](cuda::DeviceGroup& g, Rank& r) {
+      Row(
+          "all-gather", tokens,
+          [&](cuda::DeviceGroup& g, Rank& r) {
             const RowRange own = ShardOfRows(tokens, r.rank, kWorld);
             g.GatherRows(r.rank, r.partial.as<std::byte>() + static_cast<size_t>(own.begin) * kRow,
                          tokens, kRow, r.all.as<void>(), r.stream.get());
           },
           [&](Rank& r) { Native(r, tokens, 'g', false); });
-      Row("all-reduce", tokens, [&](cuda::DeviceGroup& g, Rank& r) { Sum(g, r, tokens, false, false); },
+      Row(
+          "all-reduce", tokens,
+          [&](cuda::DeviceGroup& g, Rank& r) { Sum(g, r, tokens, false, false); },
           [&](Rank& r) { Native(r, tokens, 'r', false); });
-      Row(sharded ? "exchange+add+norm (own)" : "exchange+add+norm (all)", tokens,
+      Row(
+          sharded ? "exchange+add+norm (own)" : "exchange+add+norm (all)", tokens,
           [&](cuda::DeviceGroup& g, Rank& r) { Sum(g, r, tokens, sharded, true); },
           [&](Rank& r) { Native(r, tokens, sharded ? 's' : 'r', true); });
     }
@@ -142,7 +150,8 @@ class Bench {
                                ncclBfloat16, ncclSum, r.comm, stream);
     }
     if (what == 'g') {
-      code = ncclAllGather(r.partial.as<void>(), r.all.as<void>(), own, ncclBfloat16, r.comm, stream);
+      code =
+          ncclAllGather(r.partial.as<void>(), r.all.as<void>(), own, ncclBfloat16, r.comm, stream);
     }
     if (what == 'r') {
       code = ncclAllReduce(r.partial.as<void>(), r.all.as<void>(), all, ncclBfloat16, ncclSum,
@@ -187,8 +196,7 @@ class Bench {
     return rounds[rounds.size() / 2];
   }
 
-  void Row(const char* name, int tokens,
-           const std::function<void(cuda::DeviceGroup&, Rank&)>& ours,
+  void Row(const char* name, int tokens, const std::function<void(cuda::DeviceGroup&, Rank&)>& ours,
            const std::function<void(Rank&)>& native) {
     const int repeats = tokens <= 256 ? 200 : tokens <= 4096 ? 40 : 10;
     const double peer = Time(repeats, [&](Rank& r) { ours(*peer_, r); });
@@ -199,9 +207,10 @@ class Bench {
     }
     const double kb = static_cast<double>(tokens) * kRow / 1024;
     std::printf("%-22s %8d %10.0f %10.1f %10.1f %10.1f\n", name, tokens, kb, peer, by_nccl, theirs);
-    std::printf("{\"bench\":\"exchange_bench\",\"case\":\"%s %.0f KB\",\"value\":%.2f,\"unit\":\"us\","
-                "\"baseline\":\"nccl\",\"baseline_value\":%.2f,\"ratio\":",
-                name, kb, peer, theirs);
+    std::printf(
+        "{\"bench\":\"exchange_bench\",\"case\":\"%s %.0f KB\",\"value\":%.2f,\"unit\":\"us\","
+        "\"baseline\":\"nccl\",\"baseline_value\":%.2f,\"ratio\":",
+        name, kb, peer, theirs);
     if (theirs > 0) {
       std::printf("%.3f}\n", theirs / peer);
     } else {
@@ -215,14 +224,16 @@ class Bench {
     const auto copy = [&](bool both) {
       return Time(5, [&, both](Rank& r) {
         if (!both && r.rank == 1) return;
-        Check(cudaMemcpyAsync(r.all.as<void>(), ranks_[static_cast<size_t>(1 - r.rank)]->partial.as<void>(),
-                              bytes, cudaMemcpyDefault, r.stream.get()));
+        Check(cudaMemcpyAsync(r.all.as<void>(),
+                              ranks_[static_cast<size_t>(1 - r.rank)]->partial.as<void>(), bytes,
+                              cudaMemcpyDefault, r.stream.get()));
       });
     };
     const double one = copy(false), two = copy(true);
-    std::printf("%d GPUs; copies of %.0f MB from the other rank: %.0f GB/s one way, %.0f each way\n",
-                NumGpus(), static_cast<double>(bytes) / 1e6, static_cast<double>(bytes) / one / 1e3,
-                static_cast<double>(bytes) / two / 1e3);
+    std::printf(
+        "%d GPUs; copies of %.0f MB from the other rank: %.0f GB/s one way, %.0f each way\n",
+        NumGpus(), static_cast<double>(bytes) / 1e6, static_cast<double>(bytes) / one / 1e3,
+        static_cast<double>(bytes) / two / 1e3);
   }
 
   const std::vector<int> tokens_;

@@ -132,10 +132,9 @@ absl::StatusOr<double> Read(const CheckpointIndex& index) {
 // From the first byte to ready weights; memory is there before.
 absl::StatusOr<double> Prepare(const CheckpointIndex& index,
                                const std::vector<std::unique_ptr<Backend>>& backends) {
-  STATETAP_ASSIGN_OR_RETURN(
-      const ParallelLayout layout,
-      ParallelLayout::Make(index.config(), static_cast<int>(backends.size()),
-                           ExpertLayout::kExpert, index.quantized()));
+  STATETAP_ASSIGN_OR_RETURN(const ParallelLayout layout,
+                            ParallelLayout::Make(index.config(), static_cast<int>(backends.size()),
+                                                 ExpertLayout::kExpert, index.quantized()));
   auto begin = Clock::now();
   const auto made = begin;
   LoadOptions options = Loading();
@@ -167,9 +166,10 @@ absl::Status Case(const Options& options, const CheckpointIndex& index, const st
                 round + 1, ours.back(), raw.back(), ratios.back());
     std::fflush(stdout);
   }
-  std::printf("{\"bench\":\"load_bench\",\"case\":\"%s\",\"value\":%.4f,\"unit\":\"GB/s\","
-              "\"baseline\":\"raw-read\",\"baseline_value\":%.4f,\"ratio\":%.4f}\n",
-              name.c_str(), Median(ours), Median(raw), Median(ratios));
+  std::printf(
+      "{\"bench\":\"load_bench\",\"case\":\"%s\",\"value\":%.4f,\"unit\":\"GB/s\","
+      "\"baseline\":\"raw-read\",\"baseline_value\":%.4f,\"ratio\":%.4f}\n",
+      name.c_str(), Median(ours), Median(raw), Median(ratios));
   std::fflush(stdout);
   return absl::OkStatus();
 }
@@ -196,17 +196,15 @@ absl::Status Run(const Options& options, const fs::path& folder) {
     if (AvailableBytes() < BytesOf(index) * 5 / 4) {
       std::printf("cpu: left out, the weights do not fit the memory that is free\n");
     } else {
-      STATETAP_RETURN_IF_ERROR(Case(options, index, "cpu", [&] {
-        return Prepare(index, MakeCpuBackends(1, 1));
-      }));
+      STATETAP_RETURN_IF_ERROR(
+          Case(options, index, "cpu", [&] { return Prepare(index, MakeCpuBackends(1, 1)); }));
     }
   }
   if (!wanted("cuda")) return absl::OkStatus();
 #ifdef STATETAP_CUDA
   if (NumGpus() > 0) {
-    return Case(options, index, "cuda", [&] {
-      return Prepare(index, MakeCudaBackends(NumGpus(), CudaOptions{}));
-    });
+    return Case(options, index, "cuda",
+                [&] { return Prepare(index, MakeCudaBackends(NumGpus(), CudaOptions{})); });
   }
 #endif
   std::printf("cuda: left out, no GPU can be used here\n");

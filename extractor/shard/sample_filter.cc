@@ -98,9 +98,7 @@ class Parser {
   void SkipSpace() {
     while (at_ < text_.size() && std::isspace(static_cast<unsigned char>(text_[at_]))) ++at_;
   }
-  static bool IsWordByte(char c) {
-    return std::isalnum(static_cast<unsigned char>(c)) || c == '_';
-  }
+  static bool IsWordByte(char c) { return std::isalnum(static_cast<unsigned char>(c)) || c == '_'; }
   std::string_view PeekWord() {
     SkipSpace();
     size_t end = at_;
@@ -303,7 +301,8 @@ class Meta {
     if (!read_) {
       read_ = true;
       if (!json_.empty()) {
-        if (absl::StatusOr<Json> parsed = ParseJson(json_); parsed.ok()) object_ = *std::move(parsed);
+        if (absl::StatusOr<Json> parsed = ParseJson(json_); parsed.ok())
+          object_ = *std::move(parsed);
       }
     }
     if (!object_.is_object()) return std::nullopt;

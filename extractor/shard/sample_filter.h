@@ -25,8 +25,8 @@ struct SampleFacts {
   bool truncated = false;
 };
 
-// Of a sample as stored; its texts are the record's. Nothing was sampled of one that was given whole
-// (finish prefill): it has no generated tokens and no logprob.
+// Of a sample as stored; its texts are the record's. Nothing was sampled of one that was given
+// whole (finish prefill): it has no generated tokens and no logprob.
 SampleFacts FactsOf(const SampleRecord& record);
 
 // Immutable; a copy shares the expression.

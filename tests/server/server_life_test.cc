@@ -171,7 +171,11 @@ TEST_F(ServerLifeTest, ARestartGoesOnAfterTheEngineFailed) {
   engine_->faults.fail = true;
   for (int i = 0; i < 500 && server_->runner().engine_status().ok(); ++i)
     std::this_thread::sleep_for(std::chrono::milliseconds(5));
-  const int64_t before = stored();
+  int64_t before = stored();
+  for (int i = 0; i < 500 && job.state() != v1::JOB_STATE_WAITING; ++i) {  // noted a moment later
+    std::this_thread::sleep_for(std::chrono::milliseconds(5));
+    before = stored();
+  }
   EXPECT_LT(before, 400);
   EXPECT_EQ(job.state(), v1::JOB_STATE_WAITING);
   EXPECT_THAT(job.message(), HasSubstr("a rank has failed"));

@@ -82,8 +82,7 @@ TEST(SampleFilterTest, StringsTakeBothQuotesAndEscapes) {
 
 TEST(SampleFilterTest, RefusesWithThePlaceAndWhatIsWanted) {
   const auto refused = [](std::string_view text, std::string_view what) {
-    EXPECT_THAT(SampleFilter::Parse(text),
-                StatusIs(absl::StatusCode::kInvalidArgument, what))
+    EXPECT_THAT(SampleFilter::Parse(text), StatusIs(absl::StatusCode::kInvalidArgument, what))
         << text;
   };
   refused("sorce == \"x\"", "at character 1, before \"sorce == \"x\"\": a field (id, source");
