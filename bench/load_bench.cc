@@ -157,10 +157,11 @@ absl::Status Case(const Options& options, const CheckpointIndex& index, const st
                   const std::function<absl::StatusOr<double>()>& measure) {
   std::vector<double> ours, raw, ratios;
   for (int round = 0; round < options.rounds; ++round) {
-    STATETAP_RETURN_IF_ERROR(DropCache(index));
-    STATETAP_ASSIGN_OR_RETURN(raw.emplace_back(), RawRead(index));
-    STATETAP_RETURN_IF_ERROR(DropCache(index));
-    STATETAP_ASSIGN_OR_RETURN(ours.emplace_back(), measure());
+    for (const bool of_ours : {round % 2 != 0, round % 2 == 0}) {  // who comes first alternates
+      STATETAP_RETURN_IF_ERROR(DropCache(index));
+      auto& rates = of_ours ? ours : raw;
+      STATETAP_ASSIGN_OR_RETURN(rates.emplace_back(), of_ours ? measure() : RawRead(index));
+    }
     ratios.push_back(ours.back() / raw.back());
     std::printf("%-5s round %d: %.2f GB/s, raw read %.2f GB/s, ratio %.3f\n", name.c_str(),
                 round + 1, ours.back(), raw.back(), ratios.back());

@@ -4,7 +4,7 @@
 #   scripts/gpu_check.sh FOLDER     runs the test programs that lie in FOLDER, with FOLDER/lib in the library path
 set -uo pipefail
 cd "$(dirname "$0")/.."
-tests=(cuda_ops_test cuda_reference_test cuda_engine_test)
+tests=(cuda_ops_test cuda_large_test cuda_group_test cuda_reference_test cuda_engine_test)
 if [ $# -gt 0 ]; then
   folder=$1
   export STATETAP_SOURCE_DIR=$PWD LD_LIBRARY_PATH=$folder/lib:${LD_LIBRARY_PATH:-}
@@ -33,5 +33,5 @@ for test in "${tests[@]}"; do
   if [ $code -ne 0 ] || [ "$(count OK)" -eq 0 ]; then status=1; fi
   [ $code -eq 0 ] || echo "  exit $code; see $log/$test.log"
 done
-grep -h "ranks" "$log"/cuda_reference_test.log "$log"/cuda_engine_test.log | grep -v '^\['
+grep -h "ranks" "$log"/cuda_group_test.log "$log"/cuda_reference_test.log "$log"/cuda_engine_test.log | grep -v '^\['
 exit $status

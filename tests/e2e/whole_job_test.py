@@ -356,7 +356,11 @@ class FaultsTest(unittest.TestCase):
         lines = [{"id": f"s{i}", "input_ids": [10 + i, 20, 300 if i == 3 else 30, 40]} for i in range(10)]
         server.cli("submit", write_lines("poison.jsonl", lines), "--name", "poison", "--wait", expect=3)
         (rejected,) = server.json("rejected", "poison")["rejected"]
-        self.assertEqual((rejected["id"], rejected["reason"], rejected["layer"], rejected["token"]), ("s3", "non_finite", 2, 2))
+        self.assertEqual((rejected["id"], rejected["reason"], rejected["layer"]), ("s3", "non_finite", 2))
+        if BACKEND == "cpu":
+            self.assertEqual(rejected["token"], 2)
+        else:  # a block of keys is one product: what is not finite in it meets the rows before it as 0 * inf
+            self.assertLessEqual(rejected["token"], 2)
         stored = read_shards(server.json("show", "poison")["shards_path"])
         self.assertEqual(set(stored), {f"s{i}" for i in range(10)} - {"s3"})
         for sample in stored.values():
@@ -366,11 +370,13 @@ class FaultsTest(unittest.TestCase):
 
     def test_cancel_keeps_the_count(self):
         server = Server(work / "cancel-data")
-        server.cli("submit", ROOT / "examples/prompts_64.jsonl", "--name", "job")
+        lines = [json.loads(line) for line in (ROOT / "examples/prompts_64.jsonl").read_text().splitlines()]
+        many = [{**line, "id": f"{line['id']}-{k}"} for k in range(60) for line in lines]  # more than a GPU ends in two seconds
+        server.cli("submit", write_lines("cancel.jsonl", many), "--name", "job")
         time.sleep(1.5)
         server.cli("cancel", "job")
         counts = server.json("show", "job")["counts"]
-        self.assertEqual(counts["stored"] + counts["cancelled"], 64, counts)
+        self.assertEqual(counts["stored"] + counts["cancelled"], len(many), counts)
         self.assertEqual(counts["to_do"], 0)
         server.stop()
 

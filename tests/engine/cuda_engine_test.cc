@@ -98,6 +98,29 @@ TEST(CudaEngineBitsTest, AShardedResidualIsTheSameBits) {
   }
 }
 
+// Fault classes 4 and 12: a step of more than 65,535 rows, against chunks of 4,096.
+TEST(CudaEngineLargeTest, SixtySixThousandTokensInOneStepAreTheBitsOfManySteps) {
+  SKIP_WITHOUT_GPU();
+  SampleTask task;
+  for (uint32_t i = 0, draw = 1; i < 66'000; ++i) {
+    draw = draw * 1664525 + 1013904223;
+    task.input_ids.push_back(static_cast<int32_t>((draw >> 8) % 2048));
+  }
+  task.max_length = 66'000;
+  task.boundaries = {2, kLayers};
+  std::vector<Captured> runs;
+  for (const int batch : {66'048, 4'096}) {
+    EngineOptions options = OnGpu();
+    options.max_seq_len = 66'048;
+    options.max_batch_tokens = batch;
+    options.kv_cache_bytes = int64_t{2} << 30;
+    runs.push_back(RunTasks(*testing::OpenTiny(options), {task}, kHidden)[0]);
+    ASSERT_EQ(runs.back().finished, FinishReason::kPrefill);
+  }
+  ASSERT_EQ(runs[0].states.at(kLayers).size(), size_t{66'000} * kHidden);
+  ExpectSame(runs[0], runs[1]);
+}
+
 // The same samples over every carrier of rows that this machine has.
 TEST(CudaEngineCommTest, NcclAndPeerMemoryGiveTheSameBits) {
   SKIP_WITHOUT_GPU();
