@@ -23,14 +23,17 @@ std::vector<int> Devices(int world) {
   return devices;
 }
 
-// Runs body(rank, stream) on a thread a rank.
+// Runs body(rank, stream) on a thread a rank. All have joined before the first begins.
 template <typename Body>
 void OnRanks(DeviceGroup& group, const std::vector<int>& devices, const Body& body) {
+  for (size_t rank = 0; rank < devices.size(); ++rank) {
+    Check(cudaSetDevice(devices[rank]));
+    group.Join(static_cast<int>(rank));
+  }
   std::vector<std::thread> threads;
   for (size_t rank = 0; rank < devices.size(); ++rank) {
     threads.emplace_back([&, rank] {
       Check(cudaSetDevice(devices[rank]));
-      group.Join(static_cast<int>(rank));
       const Stream stream;
       body(static_cast<int>(rank), stream.get());
       Check(cudaStreamSynchronize(stream.get()));
@@ -77,6 +80,7 @@ void Exchange(DeviceGroup& group, const std::vector<int>& devices,
                           count * 2, cudaMemcpyHostToDevice, stream));
     const size_t row_bytes = static_cast<size_t>(width) * 2;
     group.Reserve(rank, rows, row_bytes, sharded);
+    group.BeginStep(rank);
     const auto parts = group.Share(rank, {partial.data(), rows, row_bytes, sharded}, stream);
     SumAddNormParams p{};
     for (size_t r = 0; r < devices.size(); ++r)
@@ -116,6 +120,59 @@ TEST_P(CudaGroupTest, SumsAreTheSameBitsOnEveryRankAndOnTheCpu) {
     for (const bool sharded : {false, true})
       Exchange(*group, devices, pool, 0, rows, width, sharded);
   }
+}
+
+// Hundreds in a row without a word from the host, of changing sizes: none reads what comes next.
+TEST_P(CudaGroupTest, ExchangesInARowDoNotMix) {
+  SKIP_WITHOUT_GPU();
+  if (const std::string missing = Missing(); !missing.empty()) GTEST_SKIP() << missing;
+  constexpr int kWidth = 7168, kRounds = 300;
+  const std::vector<int> devices = Devices(world());
+  const auto group = MakeGroup(devices, comm());
+  const auto rows_of = [](int round) { return 1 + round * 7 % 40; };
+  std::vector<std::vector<std::vector<uint16_t>>> got(devices.size());
+  OnRanks(*group, devices, [&](int rank, cudaStream_t stream) {
+    DeviceArray<uint16_t> partial(40 * kWidth), sums(size_t{kRounds} * 40 * kWidth);
+    std::vector<std::vector<uint16_t>> sources;
+    for (int i = 0; i < 4; ++i)
+      sources.push_back(SomeRows(40 * kWidth, static_cast<uint32_t>(100 * rank + i)));
+    std::vector<std::unique_ptr<DeviceArray<uint16_t>>> inputs;
+    for (const auto& source : sources)
+      inputs.push_back(std::make_unique<DeviceArray<uint16_t>>(source));
+    group->Reserve(rank, 40, kWidth * 2, /*sharded=*/false);
+    group->BeginStep(rank);
+    for (int round = 0; round < kRounds; ++round) {
+      const int rows = rows_of(round);
+      // The buffer that is shared changes right behind, as a layer's does.
+      Check(cudaMemcpyAsync(partial.data(), inputs[static_cast<size_t>(round % 4)]->data(),
+                            static_cast<size_t>(rows) * kWidth * 2, cudaMemcpyDeviceToDevice,
+                            stream));
+      const auto parts = group->Share(rank, {partial.data(), rows, kWidth * 2, false}, stream);
+      SumAddNormParams p{};
+      for (size_t r = 0; r < devices.size(); ++r)
+        p.partial[r] = reinterpret_cast<const bf16*>(parts[r]);
+      p.world = world();
+      p.num_rows = rows;
+      p.hidden = kWidth;
+      p.residual =
+          reinterpret_cast<bf16*>(sums.data() + size_t{static_cast<unsigned>(round)} * 40 * kWidth);
+      p.replace = true;
+      SumAddNorm(p, stream);
+      group->Release(rank, stream);
+    }
+    Check(cudaStreamSynchronize(stream));
+    const auto all = sums.Get();
+    for (int round = 0; round < kRounds; ++round) {
+      const auto begin = all.begin() + int64_t{round} * 40 * kWidth;
+      got[static_cast<size_t>(rank)].emplace_back(begin, begin + rows_of(round) * kWidth);
+    }
+  });
+  for (size_t rank = 1; rank < devices.size(); ++rank) ASSERT_TRUE(got[rank] == got[0]);
+  // Rounds of the same source and size are the same; the sources differ.
+  for (int round = 160; round < kRounds; ++round)
+    ASSERT_TRUE(got[0][static_cast<size_t>(round)] == got[0][static_cast<size_t>(round - 160)])
+        << round;
+  ASSERT_FALSE(got[0][0][0] == got[0][1][0] && got[0][0][1] == got[0][1][1]);
 }
 
 // Two ranks, 2 B to 450 MB, sizes as likely in every decade: STATETAP_EXCHANGES of them [12].

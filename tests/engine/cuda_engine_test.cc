@@ -162,6 +162,7 @@ TEST(CudaEngineFaultTest, ADeadOrStuckRankEndsTheRunAsUnavailableInTime) {
       std::promise<void> wake;
       EngineOptions options = OnGpu(2);
       options.comm = comm;
+      options.step_timeout = std::chrono::seconds(5);  // of 20, so that the test is short
       options.before_step = [stuck, woken = wake.get_future().share()](int rank, int64_t step) {
         if (rank != 1 || step != 30) return;
         if (!stuck) throw std::runtime_error("the power went");

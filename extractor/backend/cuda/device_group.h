@@ -35,6 +35,9 @@ class DeviceGroup {
 
   // By each rank on its construction, its device current.
   virtual void Join(int rank) = 0;
+  // Before the first Share of a step, all ranks having ended the step before; nothing is allocated
+  // on any rank from then on.
+  virtual void BeginStep(int /*rank*/) {}
   // Room for one Share. May allocate: not in the layer loop.
   virtual void Reserve(int rank, int num_rows, size_t row_bytes, bool sharded);
 
@@ -48,12 +51,16 @@ class DeviceGroup {
                           cudaStream_t stream) = 0;
 
   // Calls that wait, now or later, throw RankAborted. From any thread.
-  void Abort() { aborted_.store(true); }
+  void Abort() {
+    aborted_.store(true);
+    OnAbort();
+  }
   // On the rank's own thread: ends what the group still runs on the rank's device, then throws.
   void ThrowIfAborted(int rank);
 
  protected:
   virtual void End(int /*rank*/) {}
+  virtual void OnAbort() {}
 
  private:
   const int world_;

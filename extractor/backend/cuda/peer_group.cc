@@ -1,7 +1,9 @@
 #include "extractor/backend/cuda/peer_group.h"
 
+#include <algorithm>
 #include <string>
 #include <thread>
+#include <utility>
 
 #include "extractor/backend/cuda/check.h"
 
@@ -9,6 +11,8 @@ namespace statetap::cuda {
 namespace {
 
 constexpr int kPollsBetweenLooks = 1024;
+// All of a rank's pushes of one exchange together; above, reading the others' memory is as fast.
+constexpr size_t kMostPushed = size_t{4} << 20;
 
 }  // namespace
 
@@ -26,12 +30,60 @@ void DeviceGroup::ThrowIfAborted(int rank) {
   throw RankAborted("another rank of the group has failed");
 }
 
-PeerGroup::PeerGroup(int world) : DeviceGroup(world), ranks_(static_cast<size_t>(world)) {}
+PeerGroup::PeerGroup(int world, bool apart)
+    : DeviceGroup(world),
+      apart_(apart && world > 1),
+      slot_bytes_(kMostPushed / static_cast<size_t>(std::max(1, world - 1)) / 256 * 256),
+      ranks_(static_cast<size_t>(world)) {
+  if (!apart_) return;
+  aborted_word_ = PinnedBuffer(sizeof(int));
+  *aborted_word_.as<volatile int>() = 0;
+}
+
+void PeerGroup::OnAbort() {
+  if (apart_) *aborted_word_.as<volatile int>() = 1;
+}
+
+void PeerGroup::BeginStep(int rank) {
+  if (!apart_) return;
+  ranks_[static_cast<size_t>(rank)].next = 0;
+  // A kernel that waits must not meet a device that waits for it to end, to give memory back.
+  Meet(rank);
+}
+
+DeviceGroup::Parts PeerGroup::Push(int rank, const void* own, size_t bytes, size_t most_bytes,
+                                   cudaStream_t stream) {
+  ThrowIfAborted(rank);
+  Rank& of = ranks_[static_cast<size_t>(rank)];
+  const int half = std::exchange(of.next, 1 - of.next);
+  PushParams p{};
+  p.own = static_cast<const std::byte*>(own);
+  p.bytes = bytes;
+  p.most_bytes = most_bytes;
+  p.rank = rank;
+  p.world = world();
+  p.calls = Flags(rank, world());
+  p.aborted = aborted_word_.as<int>();
+  Parts parts{};
+  for (int r = 0; r < world(); ++r) {
+    const auto i = static_cast<size_t>(r);
+    parts[i] = r == rank ? p.own : Slot(rank, half, r);
+    p.flag[i] = Flags(rank, r);
+    p.flag_at[i] = Flags(r, rank);
+    p.inbox[i] = r == rank ? nullptr : Slot(r, half, rank);
+  }
+  cuda::Push(p, stream);
+  return parts;
+}
 
 void PeerGroup::Join(int rank) {
   Rank& own = ranks_[static_cast<size_t>(rank)];
   own.ready = std::make_unique<Event>();
   own.done = std::make_unique<Event>();
+  if (!apart_ || own.inbox.size() > 0) return;
+  const auto ranks = static_cast<size_t>(world());
+  own.inbox = DeviceBuffer(2 * ranks * slot_bytes_);
+  own.flags = DeviceBuffer((ranks + 1) * kMostPushBlocks * sizeof(uint32_t), /*zeroed=*/true);
 }
 
 void PeerGroup::Meet(int rank) {
@@ -62,6 +114,10 @@ void PeerGroup::Publish(int rank, const void* pointer, cudaStream_t stream) {
 }
 
 DeviceGroup::Parts PeerGroup::Share(int rank, const SharedRows& rows, cudaStream_t stream) {
+  const size_t bytes = static_cast<size_t>(rows.num_rows) * rows.row_bytes;
+  bool& pushed = ranks_[static_cast<size_t>(rank)].pushed;
+  pushed = !rows.sharded && Pushable(bytes, bytes);
+  if (pushed) return Push(rank, rows.own, bytes, bytes, stream);
   Publish(rank, rows.own, stream);
   Parts parts{};
   for (size_t r = 0; r < ranks_.size(); ++r) parts[r] = ranks_[r].pointer;
@@ -69,7 +125,8 @@ DeviceGroup::Parts PeerGroup::Share(int rank, const SharedRows& rows, cudaStream
 }
 
 void PeerGroup::Release(int rank, cudaStream_t stream) {
-  if (world() == 1) return;
+  // The inbox has another half; what was pushed lies with the others by now.
+  if (world() == 1 || ranks_[static_cast<size_t>(rank)].pushed) return;
   Rank& own = ranks_[static_cast<size_t>(rank)];
   own.done->Record(stream);
   Meet(rank);
@@ -80,14 +137,24 @@ void PeerGroup::Release(int rank, cudaStream_t stream) {
 
 void PeerGroup::GatherRows(int rank, const void* own, int num_rows, size_t row_bytes, void* all,
                            cudaStream_t stream) {
-  Publish(rank, own, stream);
+  const size_t most = static_cast<size_t>(ShardOfRows(num_rows, 0, world()).count) * row_bytes;
+  bool& pushed = ranks_[static_cast<size_t>(rank)].pushed;
+  pushed = Pushable(most, row_bytes);
+  Parts parts{};
+  if (pushed) {
+    const RowRange mine = ShardOfRows(num_rows, rank, world());
+    parts = Push(rank, own, static_cast<size_t>(mine.count) * row_bytes, most, stream);
+  } else {
+    Publish(rank, own, stream);
+    for (size_t r = 0; r < ranks_.size(); ++r) parts[r] = ranks_[r].pointer;
+  }
   for (int r = 0; r < world(); ++r) {
     const RowRange rows = ShardOfRows(num_rows, r, world());
     if (rows.count == 0) continue;
     Check(
         cudaMemcpyAsync(static_cast<std::byte*>(all) + static_cast<size_t>(rows.begin) * row_bytes,
-                        ranks_[static_cast<size_t>(r)].pointer,
-                        static_cast<size_t>(rows.count) * row_bytes, cudaMemcpyDefault, stream));
+                        parts[static_cast<size_t>(r)], static_cast<size_t>(rows.count) * row_bytes,
+                        cudaMemcpyDefault, stream));
   }
   Release(rank, stream);
 }

@@ -1,20 +1,24 @@
-// Ranks that read each other's device memory: on GPUs with peer access, or sharing one GPU. The
-// host threads meet, the streams are joined by events; no kernel ever spins, so ranks that share a
-// GPU cannot block each other.
+// Ranks that reach each other's device memory: on GPUs with peer access, or sharing one GPU. The
+// host threads meet, the streams are joined by events; no kernel spins, so ranks that share a GPU
+// cannot block each other. Where each rank has a GPU of its own, small exchanges go without the
+// host (push.h).
 #pragma once
 
 #include <vector>
 
 #include "extractor/backend/cuda/device_group.h"
 #include "extractor/backend/cuda/owners.h"
+#include "extractor/backend/cuda/push.h"
 
 namespace statetap::cuda {
 
 class PeerGroup final : public DeviceGroup {
  public:
-  explicit PeerGroup(int world);
+  // `apart`: no two ranks on one GPU.
+  explicit PeerGroup(int world, bool apart = false);
   const char* name() const override { return "peer memory"; }
   void Join(int rank) override;
+  void BeginStep(int rank) override;
   Parts Share(int rank, const SharedRows& rows, cudaStream_t stream) override;
   void Release(int rank, cudaStream_t stream) override;
   void GatherRows(int rank, const void* own, int num_rows, size_t row_bytes, void* all,
@@ -24,13 +28,34 @@ class PeerGroup final : public DeviceGroup {
   struct Rank {
     std::unique_ptr<Event> ready, done;
     const std::byte* pointer = nullptr;
+    // Of pushes: [2][world][slot_bytes_], flags and counts [world + 1][kMostPushBlocks].
+    DeviceBuffer inbox, flags;
+    int next = 0;         // which half of the inbox comes next: the last exchange is still read
+    bool pushed = false;  // the last Share
   };
+  bool Pushable(size_t bytes, size_t unit) const {
+    return apart_ && bytes <= slot_bytes_ && unit % 16 == 0;
+  }
+  // Rank r's block, of every rank; this rank's own where it is.
+  Parts Push(int rank, const void* own, size_t bytes, size_t most_bytes, cudaStream_t stream);
+  std::byte* Slot(int of, int half, int from) const {
+    return ranks_[static_cast<size_t>(of)].inbox.as<std::byte>() +
+           static_cast<size_t>(half * world() + from) * slot_bytes_;
+  }
+  uint32_t* Flags(int of, int from) const {
+    return ranks_[static_cast<size_t>(of)].flags.as<uint32_t>() + from * kMostPushBlocks;
+  }
+  void OnAbort() override;
+
   // What `stream` has made so far at `pointer` may be read by the others, theirs on `stream`.
   void Publish(int rank, const void* pointer, cudaStream_t stream);
   // Waits on the host for the other threads, not for the devices.
   void Meet(int rank);
 
+  const bool apart_;
+  const size_t slot_bytes_;
   std::vector<Rank> ranks_;
+  PinnedBuffer aborted_word_;  // an int that kernels look at
   std::atomic<int> waiting_ = 0;
   std::atomic<uint64_t> round_ = 0;
 };

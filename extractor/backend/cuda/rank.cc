@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <set>
 #include <thread>
 
 #include "extractor/backend/cuda/check.h"
@@ -283,6 +284,7 @@ Step CudaBackend::Begin(const StepPlan& plan, bool sharded) {
   captured_.Reserve(captured);
   captured_host_.Reserve(captured);
   num_captured_ = 0;
+  communicator_.group().BeginStep(communicator_.rank());
   return step;
 }
 
@@ -700,7 +702,8 @@ std::shared_ptr<DeviceGroup> MakeGroup(const std::vector<int>& devices, CudaOpti
   if (comm == CudaOptions::Comm::kPeer) {
     if (!no_peers.empty()) Fail("--comm peer: " + no_peers + "; --comm nccl needs no such access");
     EnablePeers(devices);
-    return std::make_shared<PeerGroup>(static_cast<int>(devices.size()));
+    const bool apart = std::set<int>(devices.begin(), devices.end()).size() == devices.size();
+    return std::make_shared<PeerGroup>(static_cast<int>(devices.size()), apart);
   }
 #ifdef STATETAP_NCCL
   return MakeNcclGroup(devices);
