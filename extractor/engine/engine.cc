@@ -403,8 +403,13 @@ absl::StatusOr<std::unique_ptr<Engine>> Engine::Open(const CheckpointIndex& chec
   try {
     STATETAP_RETURN_IF_ERROR(engine->Load(checkpoint, options));
   } catch (const std::exception& error) {  // a device fault: most often its memory is too small
-    return absl::ResourceExhaustedError(fmt::format("cannot load {} ranks on backend {}: {}",
-                                                    options.ranks, options.backend, error.what()));
+    const std::string_view what = error.what();
+    const bool memory = what.find("memory") != what.npos || what.find("alloc") != what.npos;
+    return absl::ResourceExhaustedError(fmt::format(
+        "cannot load {} ranks on backend {}: {}{}", engine->options().ranks,
+        engine->options().backend, what,
+        memory ? "; more ranks (--tp), a smaller --kv-cache-gib or --max-batch-tokens take less"
+               : ""));
   }
   return engine;
 }

@@ -125,7 +125,8 @@ TEST(CudaLargeTest, Gemm) {
   Gemm gemm;
   for (const int k : {64, 7}) {
     Sheet y;
-    std::vector<uint16_t> x(size_t{kRows} * static_cast<size_t>(k)), w(size_t{kWidth} * static_cast<size_t>(k));
+    std::vector<uint16_t> x(size_t{kRows} * static_cast<size_t>(k)),
+        w(size_t{kWidth} * static_cast<size_t>(k));
     for (const int row : kMarked) {
       const auto values = SomeRow(static_cast<uint32_t>(row));
       std::copy_n(values.begin(), k, x.begin() + int64_t{row} * k);

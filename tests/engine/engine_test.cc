@@ -283,7 +283,7 @@ TEST(EngineFaultTest, AStuckRankEndsTheRunAsUnavailableWithinTheStepTimeout) {
     if (rank == 2 && step == 5) woken.wait();
   };
   auto engine = Open(options);
-  Harness harness(SomeTasks(4, 1), kHidden);
+  Harness harness({GenerateTask({1, 2, 3}, 1, 0)}, kHidden);  // steps of a few tokens
   const auto begin = std::chrono::steady_clock::now();
   EXPECT_THAT(engine->Run(harness, harness),
               testing::StatusIs(absl::StatusCode::kUnavailable, "stuck: rank 2"));
