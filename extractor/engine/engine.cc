@@ -18,8 +18,10 @@ namespace {
 constexpr int kLogitRowsAtOnce = 64;
 constexpr int kShardedFrom =
     257;  // tokens of a step from which the residual stream is sharded by tokens
-// A step of a GPU takes a second at most; callers hear of a failure within 30 s.
-constexpr auto kGpuStep = std::chrono::seconds(20), kCpuStep = std::chrono::seconds(1800);
+// A GPU is through with as many tokens in seconds; callers hear of a failure within 30 s.
+constexpr int kTokensOfGpuStep = 65'536;
+constexpr std::chrono::milliseconds kGpuStep = std::chrono::seconds(20),
+                                    kCpuStep = std::chrono::seconds(1800);
 
 int GpusHere() {
 #ifdef STATETAP_CUDA
@@ -89,6 +91,12 @@ struct Ranks {
   std::vector<std::unique_ptr<Transformer>> models;
   StepOutput output;
 };
+
+std::chrono::milliseconds StepTimeout(const EngineOptions& options) {
+  if (options.step_timeout.count() > 0) return options.step_timeout;
+  if (options.backend != "cuda") return kCpuStep;
+  return kGpuStep * std::max(1, options.max_batch_tokens / kTokensOfGpuStep);
+}
 
 class EngineImpl final : public Engine {
  public:
@@ -175,11 +183,7 @@ absl::Status EngineImpl::Load(const CheckpointIndex& checkpoint, const EngineOpt
     ranks_->models.push_back(std::make_unique<Transformer>(config_, layout, *backends[rank],
                                                            std::move(weights[rank]), limits));
   }
-  const bool on_gpus = options.backend == "cuda";
-  group_ = std::make_unique<RankGroup>(
-      backends, options.step_timeout.count() > 0
-                    ? options.step_timeout
-                    : std::chrono::milliseconds(on_gpus ? kGpuStep : kCpuStep));
+  group_ = std::make_unique<RankGroup>(backends, StepTimeout(options));
   scheduler_ = std::make_unique<Scheduler>(
       Scheduler::Limits{limits.max_tokens, std::max(1, options.max_running), limits.num_pages});
   StepOutput& output = ranks_->output;

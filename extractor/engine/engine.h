@@ -34,8 +34,9 @@ struct EngineOptions {
   int threads = 0;       // CPU threads of all ranks together; 0: one a core
   // From 256 tokens on the residual stream is sharded by tokens; kAlways and kNever are for tests.
   enum class Residual { kAuto, kSharded, kReplicated } residual = Residual::kAuto;
-  // A step that takes longer has a dead or stuck rank. 0: 20 s on GPUs; on the CPU, whose steps of
-  // a large model can take that long by themselves, half an hour.
+  // A step that takes longer has a dead or stuck rank. 0: 20 s on GPUs (more only where
+  // max_batch_tokens is above 64K); on the CPU, whose steps of a large model can take that long by
+  // themselves, half an hour.
   std::chrono::milliseconds step_timeout{0};
   struct LoadState {
     double gigabytes_per_second = 0, fraction = 0, seconds_left = 0;

@@ -233,6 +233,22 @@ TEST(EngineTest, WhatCanNeverRunFailsAloneAndSaysWhy) {
   EXPECT_EQ(captured[5].finished, FinishReason::kPrefill);
 }
 
+TEST(EngineTest, WhatTheCacheCanNeverHoldIsRefusedAndTheNextOneRuns) {
+  EngineOptions options;
+  options.kv_cache_bytes = int64_t{2} * 64 * 80 * 4 * 8;  // 2 pages: 128 tokens
+  const auto engine = Open(options);
+  ASSERT_EQ(engine->info().kv_tokens, 128);
+  const auto captured = RunTasks(
+      *engine,
+      {PrefillTask(RandomIds(129, 1)), PrefillTask(RandomIds(128, 2)), PrefillTask({1, 2})},
+      kHidden);
+  ASSERT_TRUE(captured[0].failed);
+  EXPECT_THAT(captured[0].failed->status,
+              testing::StatusIs(absl::StatusCode::kResourceExhausted, "--kv-cache-gib"));
+  EXPECT_EQ(captured[1].finished, FinishReason::kPrefill);
+  EXPECT_EQ(captured[2].finished, FinishReason::kPrefill);
+}
+
 TEST(EngineTest, CancelGivesUpOneAndStoppingAll) {
   auto tasks = SomeTasks(3, 1);
   for (auto& task : tasks) task.stop_ids.clear();
