@@ -61,6 +61,28 @@ __device__ void LoadKeys(const AttendPromptsParams& p, int64_t key_row, int head
   CommitCopies();
 }
 
+// Zeroes the values of keys that have one that is not finite, and says which in bad[]; whether
+// there are any.
+__device__ bool DropBadValues(bf16* values, bool* bad) {
+  static_assert(kKeys * 4 == kThreads, "four threads a key");
+  const int key = static_cast<int>(threadIdx.x) / 4, part = static_cast<int>(threadIdx.x) % 4;
+  bool finite = true;
+  for (int c = part * 8; c < kValueDim; c += 32) {
+    const uint4 bits = *reinterpret_cast<const uint4*>(values + key * kValueStride + c);
+    for (const uint32_t pair : {bits.x, bits.y, bits.z, bits.w}) {
+      finite = finite && (pair & 0x7f80u) != 0x7f80u && (pair & 0x7f800000u) != 0x7f800000u;
+    }
+  }
+  const unsigned votes = __ballot_sync(0xffffffffu, !finite);
+  const bool is_bad = (votes >> (threadIdx.x % 32 / 4 * 4) & 15u) != 0;
+  if (part == 0) bad[key] = is_bad;
+  if (is_bad) {
+    for (int c = part * 8; c < kValueDim; c += 32)
+      *reinterpret_cast<uint4*>(values + key * kValueStride + c) = make_uint4(0, 0, 0, 0);
+  }
+  return __syncthreads_or(is_bad);
+}
+
 __device__ uint32_t Pack(float a, float b) {
   const __nv_bfloat162 pair = __floats2bfloat162_rn(a, b);
   return *reinterpret_cast<const uint32_t*>(&pair);
@@ -71,6 +93,7 @@ __device__ uint32_t Pack(float a, float b) {
 __global__ void __launch_bounds__(kThreads, 1)
     PromptKernel(const AttendPromptsParams p, float scale_log2) {
   extern __shared__ __align__(128) unsigned char shared[];
+  __shared__ bool bad[kKeys];
   auto* memory = reinterpret_cast<bf16*>(shared);
   const PromptTile tile = p.tiles[blockIdx.x];
   const int head = static_cast<int>(blockIdx.y);
@@ -105,8 +128,12 @@ __global__ void __launch_bounds__(kThreads, 1)
     WaitCopies<0>();
     __syncthreads();  // this stage is there for all, the other one is free
     const bf16* keys = memory + step % 2 * kStageValues;
-    const bf16* values = keys + kKeys * kKeyStride;
+    bf16* values = memory + step % 2 * kStageValues + kKeys * kKeyStride;
     const int first = step * kKeys;
+    // 0 · NaN is NaN: a value that is not finite must not reach the rows in front of its key. It
+    // leaves the product, and a row that does see the key becomes NaN through its sum.
+    bool any_bad = false;
+    if (first + kKeys > tile.first_position) any_bad = DropBadValues(values, bad);
     if (step + 1 < steps)
       LoadKeys(p, tile.key_row, head, first + kKeys, end, memory + (step + 1) % 2 * kStageValues);
     // None of the keys is seen by this warp: its rows would keep every bit.
@@ -151,6 +178,14 @@ __global__ void __launch_bounds__(kThreads, 1)
         const bool seen = first + n * 8 + lane % 4 * 2 + i % 2 <= (i < 2 ? low : high);
         score[n][i] = seen ? exp2f(score[n][i] - maximum[i / 2]) : 0.0f;
         added[i / 2] += score[n][i];
+      }
+    }
+    if (any_bad) {
+#pragma unroll 1
+      for (int key = 0; key < kKeys; ++key) {
+        if (!bad[key]) continue;
+        if (first + key <= low) added[0] = NAN;
+        if (first + key <= high) added[1] = NAN;
       }
     }
 #pragma unroll
