@@ -4,7 +4,7 @@
 #   scripts/gpu_check.sh FOLDER     runs the test programs that lie in FOLDER, with FOLDER/lib in the library path
 set -uo pipefail
 cd "$(dirname "$0")/.."
-tests=(cuda_ops_test cuda_large_test cuda_group_test cuda_reference_test cuda_engine_test)
+tests=(cuda_kernels_test cuda_ops_test cuda_large_test cuda_group_test cuda_reference_test cuda_engine_test)
 if [ $# -gt 0 ]; then
   folder=$1
   export STATETAP_SOURCE_DIR=$PWD LD_LIBRARY_PATH=$folder/lib:${LD_LIBRARY_PATH:-}

@@ -128,6 +128,10 @@ struct RouteParams {
   float scaling;
   int32_t* experts;  // [own, top_k], best first
   float* weights;    // [own, top_k]
+  // The shared experts, whose DenseFfn of the same rows comes next but one: a backend may begin it
+  // here. Null: none.
+  const Weight* shared_gate = nullptr;
+  const Weight* shared_up = nullptr;
 };
 
 // partial[t] = Σ over this rank's experts e of t, ascending, of weight · down_e(silu(gate_e x) ·

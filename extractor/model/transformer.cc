@@ -108,10 +108,21 @@ void Transformer::FeedForward(const Step& step, int layer) {
     return;
   }
   const auto top_k = static_cast<size_t>(config_.top_k);
-  backend_.Route(step,
-                 {own_normed_, *w.router, *w.router_bias, config_.hidden, config_.num_experts,
-                  config_.top_k, config_.num_groups, config_.top_groups, config_.norm_topk_prob,
-                  static_cast<float>(config_.routed_scaling), own_experts_, own_weights_});
+  RouteParams route{own_normed_,
+                    *w.router,
+                    *w.router_bias,
+                    config_.hidden,
+                    config_.num_experts,
+                    config_.top_k,
+                    config_.num_groups,
+                    config_.top_groups,
+                    config_.norm_topk_prob,
+                    static_cast<float>(config_.routed_scaling),
+                    own_experts_,
+                    own_weights_};
+  route.shared_gate = w.dense.gate.get();
+  route.shared_up = w.dense.up.get();
+  backend_.Route(step, route);
   backend_.Gather(step, {own_experts_, experts_, top_k * sizeof(int32_t)});
   backend_.Gather(step, {own_weights_, expert_weights_, top_k * sizeof(float)});
   backend_.RoutedFfn(

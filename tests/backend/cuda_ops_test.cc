@@ -26,6 +26,9 @@ constexpr double kSeveralRoundings = 1.2e-2;
 // Query, absorbed query or key, softmax weights, weighted latent, heads, output.
 constexpr double kAttentionRoundings = 1.6e-2;
 
+// More than a grid's second and third dimension hold.
+constexpr int kManyRows = 70'000;
+
 std::mt19937 random_engine(std::random_device{}());  // NOLINT: fresh inputs each run
 
 // Values of bf16.
@@ -116,7 +119,8 @@ class CudaOpsTest : public ::testing::Test {
 
 TEST_F(CudaOpsTest, EmbedAndExchange) {
   for (const int hidden : {1, 7, 128, 7168}) {
-    for (const int tokens : {0, 1, 5, 300}) {
+    for (const int tokens : {0, 1, 5, 300, kManyRows}) {
+      if (tokens == kManyRows && hidden > 10) continue;
       constexpr int kVocab = 50, kFirst = 20;  // of 320 ids; the others are other ranks'
       Backend::Limits limits;
       limits.max_tokens = std::max(1, tokens);
@@ -161,7 +165,8 @@ TEST_F(CudaOpsTest, LatentProject) {
                  kv_a = RandomMatrix(s.lora + s.rope, s.hidden, scale),
                  q_norm = Matrix(Random(query), 1, query),
                  kv_norm = Matrix(Random(s.lora), 1, s.lora);
-      for (const int tokens : {1, 33, 300}) {
+      for (const int tokens : {1, 33, 300, kManyRows}) {
+        if (tokens == kManyRows && s.hidden > 10) continue;
         const StepPlan plan = PlanOf(tokens);
         const auto x = Random(int64_t{tokens} * s.hidden);
         std::vector<float> latents(static_cast<size_t>(tokens * row), NAN);
@@ -308,6 +313,35 @@ TEST_P(CudaAttentionTest, ARowDoesNotDependOnTheStepItIsIn) {
   for (const auto& result : results) EXPECT_TRUE(result == results[0]);
 }
 
+// A key that is not finite belongs to the rows that see it. Others' masked weights are 0, and
+// 0 · NaN is NaN.
+TEST_P(CudaAttentionTest, WhatIsNotFiniteStaysBehindItsToken) {
+  Open(256);
+  constexpr int kLength = 150, kBad = 77;
+  for (const float bad : {NAN, INFINITY}) {
+    Sequence clean = NewSequence(kLength), spoilt = clean;
+    const AttentionShape& s = GetParam();
+    for (int c = 0; c < s.lora; c += 3)
+      spoilt.latents[static_cast<size_t>(kBad * row_ + s.query + c)] = bad;
+    std::vector<std::vector<float>> results;
+    for (const Sequence& sequence : {clean, spoilt}) {
+      std::vector<Sequence> sequences = {sequence};
+      std::vector<float> latents;
+      StepPlan plan = Next(sequences, {kLength}, latents);
+      results.push_back(OnGpu(plan, latents));
+    }
+    const auto hidden = static_cast<size_t>(s.hidden);
+    EXPECT_TRUE(
+        std::equal(results[0].begin(), results[0].begin() + kBad * s.hidden, results[1].begin()));
+    for (size_t t = kBad; t < kLength; ++t) {
+      bool finite = true;
+      for (size_t c = 0; c < hidden; ++c)
+        finite = finite && std::isfinite(results[1][t * hidden + c]);
+      EXPECT_FALSE(finite) << "token " << t;
+    }
+  }
+}
+
 INSTANTIATE_TEST_SUITE_P(Every, CudaAttentionTest,
                          ::testing::Values(AttentionShape{8, 96, 64, 32, 16, 32, 128},  // tiny-kimi
                                            AttentionShape{1, 96, 64, 32, 16, 32, 128},
@@ -328,12 +362,13 @@ TEST_F(CudaOpsTest, Route) {
         RandomMatrix(s.experts, s.hidden, 1 / std::sqrt(static_cast<float>(s.hidden)));
     const Twin bias = Matrix(Random(s.experts, 0.1f), 1, s.experts, DType::kF32);
     Backend::Limits limits;
-    limits.max_tokens = 500;
+    limits.max_tokens = kManyRows;
     limits.num_experts = s.experts;
     limits.top_k = s.top_k;
     limits.hidden = s.hidden;
     PlanScratch(limits);
-    for (const int tokens : {1, 6, 500}) {
+    for (const int tokens : {1, 6, 500, kManyRows}) {
+      if (tokens == kManyRows && s.hidden > 40) continue;
       auto x = Random(int64_t{tokens} * s.hidden);
       if (tokens == 6) x[static_cast<size_t>(3 * s.hidden)] = NAN;
       const auto pairs = static_cast<size_t>(tokens * s.top_k);
@@ -559,6 +594,62 @@ INSTANTIATE_TEST_SUITE_P(
       return fmt::format("{}_{}", std::get<1>(info.param).name, hopper ? "hopper" : "portable");
     });
 
+// More than 2^31 values between the products: 320,000 rows, 7,168 wide.
+class CudaLargeRoutedFfnTest : public CudaRoutedFfnTest {};
+
+TEST_P(CudaLargeRoutedFfnTest, LastRowsAreAsAlone) {
+  constexpr int kTokens = 40'000, kAlone = 16, kDistinct = 64;
+  const ExpertsCase& c = Case();
+  if (!Open(kTokens)) GTEST_SKIP();
+  const auto few = Random(int64_t{kDistinct} * c.hidden);
+  std::vector<uint16_t> x;
+  std::vector<int32_t> experts;
+  std::vector<float> weights;
+  const auto bits = ToBf16(few);
+  for (int t = 0; t < kTokens; ++t) {
+    const auto row = bits.begin() + int64_t{t % kDistinct} * c.hidden;
+    x.insert(x.end(), row, row + c.hidden);
+    for (int k = 0; k < c.top_k; ++k) {
+      experts.push_back((t + k) % c.num_experts);
+      weights.push_back(0.1f + static_cast<float>((t * 7 + k) % 10) / 10);
+    }
+  }
+  const DeviceArray<uint16_t> gpu_x(x);
+  const DeviceArray<int32_t> gpu_experts(experts);
+  const DeviceArray<float> gpu_weights(weights);
+  DeviceArray<uint16_t> partial(x.size());
+  const StepPlan plan = PlanOf(kTokens);
+  gpu_->RoutedFfn(gpu_->Begin(plan, false), {gpu_x.data(), gpu_experts.data(), gpu_weights.data(),
+                                             *experts_.gpu, c.top_k, partial.data()});
+  const auto together = Get(partial);
+  const auto last = [&](const auto& values, int width) {
+    return std::vector(values.end() - int64_t{kAlone} * width, values.end());
+  };
+  const auto own_x = FromBf16(last(x, c.hidden));
+  const auto own_experts = last(experts, c.top_k);
+  const auto own_weights = last(weights, c.top_k);
+  EXPECT_TRUE(OnGpu(own_x, own_experts, own_weights, kAlone) == last(together, c.hidden));
+  std::vector<float> expected(own_x.size(), NAN);
+  const StepPlan alone = PlanOf(kAlone);
+  cpu_->RoutedFfn(cpu_->Begin(alone, false), {own_x.data(), own_experts.data(), own_weights.data(),
+                                              *experts_.cpu, c.top_k, expected.data()});
+  ExpectRows(last(together, c.hidden), expected, c.hidden, kSeveralRoundings, "the last rows");
+  // Every token with the same row and experts has the same bits.
+  const int period = std::lcm(std::lcm(kDistinct, c.num_experts), 10);
+  const auto row = [&](int t) { return together.begin() + int64_t{t} * c.hidden; };
+  for (int t = 0; t < kTokens; t += 997)
+    EXPECT_TRUE(std::equal(row(t), row(t + 1), row(t % period))) << t;
+}
+
+INSTANTIATE_TEST_SUITE_P(Every, CudaLargeRoutedFfnTest,
+                         ::testing::Combine(::testing::Values(Kernels::kPortable, Kernels::kHopper),
+                                            ::testing::Values(ExpertsCase{"large", 7168, 32, 8, 8,
+                                                                          8, true})),
+                         [](const auto& info) {
+                           return std::get<0>(info.param) == Kernels::kHopper ? "hopper"
+                                                                              : "portable";
+                         });
+
 TEST_F(CudaOpsTest, DenseFfn) {
   struct Shape {
     int hidden, width;
@@ -568,11 +659,12 @@ TEST_F(CudaOpsTest, DenseFfn) {
                up = RandomMatrix(s.width, s.hidden, 1 / std::sqrt(static_cast<float>(s.hidden))),
                down = RandomMatrix(s.hidden, s.width, 1 / std::sqrt(static_cast<float>(s.width)));
     Backend::Limits limits;
-    limits.max_tokens = 300;
+    limits.max_tokens = kManyRows;
     limits.hidden = s.hidden;
     limits.max_width = s.width;
     PlanScratch(limits);
-    for (const int tokens : {1, 37, 300}) {
+    for (const int tokens : {1, 37, 300, kManyRows}) {
+      if (tokens == kManyRows && s.hidden > 20) continue;
       for (const bool accumulate : {false, true}) {
         const auto x = Random(int64_t{tokens} * s.hidden);
         auto partial =
@@ -586,7 +678,9 @@ TEST_F(CudaOpsTest, DenseFfn) {
         gpu_->DenseFfn(gpu_->Begin(plan, false),
                        {gpu_x.data(), *gate.gpu, *up.gpu, *down.gpu, s.hidden, s.width, accumulate,
                         gpu_partial.data()});
-        ExpectRows(Get(gpu_partial), partial, s.hidden, kSeveralRoundings,
+        // The worst of so many narrow rows lies further out.
+        const double tolerance = tokens == kManyRows ? 2 * kSeveralRoundings : kSeveralRoundings;
+        ExpectRows(Get(gpu_partial), partial, s.hidden, tolerance,
                    fmt::format("hidden {} tokens {}", s.hidden, tokens));
       }
     }

@@ -87,27 +87,14 @@ __device__ void LoadRows(bf16* to, int stride, const bf16* from, int rows, int v
   }
 }
 
-// The pages of one part of a row's keys: at least kPagesASplit of them, in at most kMaxSplits
-// parts.
-constexpr int kPagesASplit = 4;
-struct Split {
-  int num_splits, first_key, end_key;
-};
-__device__ Split SplitOf(int position, int split) {
-  const int pages = position / kPageTokens + 1;
-  const int each = max(kPagesASplit, (pages + kMaxSplits - 1) / kMaxSplits);
-  return {(pages + each - 1) / each, split * each * kPageTokens,
-          min((split + 1) * each * kPageTokens, position + 1)};
-}
-
-// grid: (tile, group of heads[, part of the keys]). A block attends kRows rows (token, head) of one
-// sequence, a cache page at a time: scores by all warps, softmax by four lanes a row, then each
-// warp adds to its own columns of the output.
-template <int kRows, bool kSplit>
+// grid: (tile, group of heads). A block attends kRows rows (token, head) of one sequence, a cache
+// page at a time: scores by all warps, softmax by four lanes a row, then each warp adds to its own
+// columns of the output.
+template <int kRows>
 __global__ void __launch_bounds__(kThreads)
-    AttendKernel(const AttendParams p, const AttentionTile* tiles, int heads_per_tile, float* parts,
-                 float2* stats) {
-  extern __shared__ __align__(16) unsigned char shared[];
+    AttendKernel(const AttendParams p, const AttentionTile* tiles, int heads_per_tile) {
+  extern __shared__ __align__(128) unsigned char shared[];
+  __shared__ bool bad[kKeys];
   const int padded = (p.latent_dim + 15) / 16 * 16, stride = padded + kPad;
   constexpr int kScoreStride = kKeys + 4, kWeightStride = kKeys + kPad;
   auto* queries = reinterpret_cast<bf16*>(shared);
@@ -124,13 +111,7 @@ __global__ void __launch_bounds__(kThreads)
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
   const int sequence = p.sequence[tile.first_token];
   const int first_position = p.positions[tile.first_token];
-  int begin_key = 0, end_key = first_position + tile.count;
-  if constexpr (kSplit) {
-    const Split split = SplitOf(first_position, static_cast<int>(blockIdx.z));
-    if (static_cast<int>(blockIdx.z) >= split.num_splits) return;
-    begin_key = split.first_key;
-    end_key = split.end_key;
-  }
+  const int end_key = first_position + tile.count;
 
   for (int i = threadIdx.x; i < kRows * padded; i += kThreads) {
     const int row = i / padded, column = i % padded;
@@ -149,8 +130,10 @@ __global__ void __launch_bounds__(kThreads)
   float out[kRowTiles][kColumnTiles][4] = {};
   const int column_tiles = (p.kv_lora + 7) / 8;
 
-  for (int first_key = begin_key; first_key < end_key; first_key += kKeys) {
+  for (int first_key = 0; first_key < end_key; first_key += kKeys) {
     const int num_keys = min(kKeys, end_key - first_key);
+    // Do all rows see all of these keys?
+    const bool masks = first_key + kKeys > first_position;
     __syncthreads();  // all are done with the last page
     LoadRows(keys, stride,
              p.cache + CacheRow(p.page_table, p.pages_per_seq, sequence, first_key) * p.latent_dim,
@@ -189,7 +172,26 @@ __global__ void __launch_bounds__(kThreads)
         to[8 * kScoreStride + 1] = s[n][3];
       }
     }
-    __syncthreads();
+    // 0 · NaN is NaN: a key that is not finite must not reach the rows in front of it. It leaves
+    // the product, and a row that does see it becomes NaN through its weight.
+    bool any_bad = false;
+    if (masks) {
+      __syncthreads();  // the scores have read the keys
+      for (int key = static_cast<int>(threadIdx.x) / 4; key < kKeys; key += kThreads / 4) {
+        bool finite = true;
+        for (int c = static_cast<int>(threadIdx.x) % 4; c < p.kv_lora; c += 4)
+          finite = finite && isfinite(__bfloat162float(keys[key * stride + c]));
+        const unsigned lanes = 15u << (lane / 4 * 4);
+        const unsigned votes = __ballot_sync(0xffffffffu, !finite);
+        const bool is_bad = (votes & lanes) != 0;
+        if (threadIdx.x % 4 == 0) bad[key] = is_bad;
+        any_bad = any_bad || is_bad;
+        if (!is_bad) continue;
+        for (int c = static_cast<int>(threadIdx.x) % 4; c < padded; c += 4)
+          keys[key * stride + c] = __float2bfloat16_rn(0.0f);
+      }
+    }
+    any_bad = __syncthreads_or(any_bad);
 
     // Softmax of the page: lane i of a row's four takes keys i, i + 4, … Keys behind the row's own
     // position count nothing; a page that holds none of its keys leaves every bit of the row alone.
@@ -200,6 +202,7 @@ __global__ void __launch_bounds__(kThreads)
       for (int i = part; i < kKeys; i += 4) {
         float& score = scores[row * kScoreStride + i];
         score = first_key + i <= position ? score * p.scale : -INFINITY;
+        if (any_bad && bad[i] && first_key + i <= position) score = NAN;
         largest = fmaxf(largest, score);
       }
       largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 1));
@@ -267,50 +270,16 @@ __global__ void __launch_bounds__(kThreads)
       if (row >= num_rows) continue;
       const int64_t token = tile.first_token + row / heads, head = first_head + row % heads;
       bf16* to = p.out + (token * p.num_heads + head) * p.kv_lora;
-      const int64_t part =
-          (static_cast<int64_t>(blockIdx.x) * kMaxSplits + blockIdx.z) * p.num_heads + head;
-      if (kSplit && warp == 0 && lane % 4 == 0) stats[part] = {maximum[row], sum[row]};
 #pragma unroll
       for (int c = 0; c < kColumnTiles; ++c) {
         const int column = (c / 2 * kWarps + warp) * 16 + c % 2 * 8 + lane % 4 * 2;
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
           if (column + i >= p.kv_lora) continue;
-          const float value = out[r][c][half * 2 + i];
-          if constexpr (kSplit) {
-            parts[part * p.kv_lora + column + i] = value;
-          } else {
-            to[column + i] = __float2bfloat16_rn(value / sum[row]);
-          }
+          to[column + i] = __float2bfloat16_rn(out[r][c][half * 2 + i] / sum[row]);
         }
       }
     }
-  }
-}
-
-// grid: (token, head). The parts of a row, in ascending order.
-__global__ void CombineKernel(const AttendSplitParams p) {
-  const AttendParams& a = p.attend;
-  const int64_t token = a.tiles[blockIdx.x].first_token, head = blockIdx.y;
-  const int num_splits = SplitOf(a.positions[token], 0).num_splits;
-  const auto part = [&](int split) {
-    return (static_cast<int64_t>(blockIdx.x) * kMaxSplits + split) * a.num_heads + head;
-  };
-  const auto factor = [](float maximum, float largest) {
-    return maximum == largest ? 1.0f : expf(maximum - largest);
-  };
-  float largest = -INFINITY, sum = 0;
-  for (int split = 0; split < num_splits; ++split) largest = fmaxf(largest, p.stats[part(split)].x);
-  for (int split = 0; split < num_splits; ++split) {
-    const float2 stats = p.stats[part(split)];
-    sum += stats.y * factor(stats.x, largest);
-  }
-  for (int column = threadIdx.x; column < a.kv_lora; column += blockDim.x) {
-    float out = 0;
-    for (int split = 0; split < num_splits; ++split) {
-      out += p.parts[part(split) * a.kv_lora + column] * factor(p.stats[part(split)].x, largest);
-    }
-    a.out[(token * a.num_heads + head) * a.kv_lora + column] = __float2bfloat16_rn(out / sum);
   }
 }
 
@@ -321,21 +290,19 @@ int SharedLimit() {
   return bytes;
 }
 
-template <int kRows, bool kSplit>
-void Launch(const AttendParams& p, const AttentionTile* tiles, int count, float* parts,
-            float2* stats, cudaStream_t stream) {
+template <int kRows>
+void Launch(const AttendParams& p, const AttentionTile* tiles, int count, cudaStream_t stream) {
   if (count == 0) return;
   if (p.kv_lora > kMaxLatent) {
     Fail("kv_lora_rank = " + std::to_string(p.kv_lora) + ": the kernel holds at most " +
          std::to_string(kMaxLatent));
   }
   const int heads = std::min(p.num_heads, kRows), bytes = SharedBytes(kRows, p.latent_dim);
-  auto* kernel = AttendKernel<kRows, kSplit>;
+  auto* kernel = AttendKernel<kRows>;
   Check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
   const dim3 grid(static_cast<unsigned>(count),
-                  static_cast<unsigned>((p.num_heads + heads - 1) / heads),
-                  kSplit ? kMaxSplits : 1);
-  kernel<<<grid, kThreads, static_cast<size_t>(bytes), stream>>>(p, tiles, heads, parts, stats);
+                  static_cast<unsigned>((p.num_heads + heads - 1) / heads));
+  kernel<<<grid, kThreads, static_cast<size_t>(bytes), stream>>>(p, tiles, heads);
   CheckLaunch();
 }
 
@@ -356,20 +323,8 @@ AttentionForms AttentionFormsOf(int num_heads, int latent_dim) {
 }
 
 void Attend(const AttendParams& p, cudaStream_t stream) {
-  Launch<kSmallRows, false>(p, p.tiles, p.num_small, nullptr, nullptr, stream);
-  Launch<kLargeRows, false>(p, p.tiles + p.num_small, p.num_large, nullptr, nullptr, stream);
-}
-
-void AttendSplit(const AttendSplitParams& params, cudaStream_t stream) {
-  AttendSplitParams p = params;
-  for (int left = params.attend.num_small; left > 0; left -= kSplitTokens) {
-    const int count = std::min(left, kSplitTokens);
-    Launch<kSmallRows, true>(p.attend, p.attend.tiles, count, p.parts, p.stats, stream);
-    const dim3 grid(static_cast<unsigned>(count), static_cast<unsigned>(p.attend.num_heads));
-    CombineKernel<<<grid, 128, 0, stream>>>(p);
-    CheckLaunch();
-    p.attend.tiles += count;
-  }
+  Launch<kSmallRows>(p, p.tiles, p.num_small, stream);
+  Launch<kLargeRows>(p, p.tiles + p.num_small, p.num_large, stream);
 }
 
 }  // namespace statetap::cuda

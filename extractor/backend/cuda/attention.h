@@ -60,16 +60,4 @@ struct AttendParams {
 };
 void Attend(const AttendParams& params, cudaStream_t stream);
 
-// The same for single tokens (decode), the keys in parts that many blocks attend at once. Where a
-// row's keys are cut depends on its own position alone; so do its bits, but they are not those of
-// Attend.
-inline constexpr int kMaxSplits = 32;
-inline constexpr int kSplitTokens = 128;  // at once; more are done in rounds
-struct AttendSplitParams {
-  AttendParams attend;  // tiles: num_small of one token each; num_large is not used
-  float* parts;         // [kSplitTokens, kMaxSplits, num_heads, kv_lora]
-  float2* stats;        // [kSplitTokens, kMaxSplits, num_heads]: maximum, sum
-};
-void AttendSplit(const AttendSplitParams& params, cudaStream_t stream);
-
 }  // namespace statetap::cuda

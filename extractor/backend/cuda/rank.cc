@@ -7,6 +7,7 @@
 #include <thread>
 
 #include "extractor/backend/cuda/check.h"
+#include "extractor/backend/cuda/decode.h"
 #include "extractor/backend/cuda/router.h"
 #include "extractor/backend/cuda/rows.h"
 #include "extractor/backend/cuda/sampling.h"
@@ -16,6 +17,8 @@ namespace {
 
 constexpr size_t kAlign = 256;
 constexpr int64_t kReplicated = 256;  // tokens of a step whose residual stream every rank keeps
+constexpr int kMostGraphRows = 512;
+constexpr int kFewTokens = 512;  // of a step: so few that the experts' weights are read for them
 
 size_t Padded(size_t bytes) { return (bytes + kAlign - 1) / kAlign * kAlign; }
 
@@ -117,6 +120,7 @@ void CudaBackend::NewKvCache(int num_layers, int num_pages, int width) {
 void CudaBackend::PlanScratch(const Limits& limits) {
   Use();
   row_maps_.clear();
+  graphs_.Clear();
   limits_ = limits;
   const auto plan = [&](DeviceBuffer& buffer, int64_t rows, int64_t width, size_t element) {
     buffer = DeviceBuffer(static_cast<size_t>(rows * width) * element);
@@ -135,6 +139,7 @@ void CudaBackend::PlanScratch(const Limits& limits) {
               v = limits.heads_dim / limits.num_heads,
               kv_lora = limits.latent_dim - limits.rope_dim;
     const int64_t parts = int64_t{kSplitTokens} * kMaxSplits * limits.num_heads;
+    absorbable_ = Absorbable(nope, limits.rope_dim, kv_lora);
     plan(split_parts_, parts, kv_lora, sizeof(float));
     plan(split_stats_, parts, 1, sizeof(float2));
     expandable_ = Expandable(nope, limits.rope_dim, v, kv_lora);
@@ -160,6 +165,9 @@ void CudaBackend::PlanScratch(const Limits& limits) {
   plan(normed_, limits.max_logit_rows, limits.hidden, sizeof(bf16));
   plan(logits_, limits.max_logit_rows, limits.padded_vocab / communicator_.world(), sizeof(float));
   plan(all_logits_, limits.max_logit_rows, limits.padded_vocab, sizeof(float));
+  choose_workspace_ =
+      DeviceBuffer(ChooseWorkspaceBytes(limits.max_logit_rows, limits.padded_vocab));
+  used_.workspace += static_cast<int64_t>(choose_workspace_.size());
   plan(results_, 3, tokens, sizeof(float));
   // The states of a step on their way out: each rank's own rows, or all of a small step's.
   const int64_t world = communicator_.world();
@@ -171,8 +179,9 @@ void CudaBackend::PlanScratch(const Limits& limits) {
 }
 
 void CudaBackend::PlanAttention(const StepPlan& plan) {
-  std::vector<AttentionTile> small, large;
+  std::vector<AttentionTile> large;
   tiles_.clear();
+  decode_runs_.clear();
   key_runs_.clear();
   prompt_tiles_.clear();
   prompt_rounds_.clear();
@@ -187,24 +196,31 @@ void CudaBackend::PlanAttention(const StepPlan& plan) {
     for (end = first + 1; end < plan.num_tokens() && follows(end);) ++end;
     const auto sequence = static_cast<size_t>(plan.sequence[static_cast<size_t>(first)]);
     const bool decodes = sequence < plan.decodes.size() && plan.decodes[sequence] != 0;
-    if (decodes && num_decode_rows_ == first)
-      num_decode_rows_ = end;  // the scheduler puts them first
+    if (decodes) {
+      const bool in_front = num_decode_rows_ == first;  // the scheduler puts them there
+      if (in_front) num_decode_rows_ = end;
+      if (!decode_runs_.empty() && decode_runs_.back().begin + decode_runs_.back().count == first) {
+        decode_runs_.back().count += end - first;
+      } else {
+        decode_runs_.push_back({first, end - first});
+      }
+      if (in_front && absorbable_) continue;
+    }
     if (!decodes && expandable_) {
       PlanPrompt(plan, first, end);
       continue;
     }
     absorbed_begin = std::min(absorbed_begin, first);
     absorbed_end = end;
+    if (decodes) continue;
     // Short runs go to the small form, which wastes less of a block on them.
     const bool is_large = forms_.large_tokens > 0 && end - first > forms_.small_tokens;
-    const int tokens = decodes ? 1 : is_large ? forms_.large_tokens : forms_.small_tokens;
+    const int tokens = is_large ? forms_.large_tokens : forms_.small_tokens;
     for (int t = first; t < end; t += tokens)
-      (decodes ? tiles_ : is_large ? large : small).push_back({t, std::min(tokens, end - t)});
+      (is_large ? large : tiles_).push_back({t, std::min(tokens, end - t)});
   }
   absorbed_rows_ = {absorbed_begin, std::max(0, absorbed_end - absorbed_begin)};
-  num_decode_tiles_ = static_cast<int>(tiles_.size());
-  num_small_tiles_ = static_cast<int>(small.size());
-  tiles_.insert(tiles_.end(), small.begin(), small.end());
+  num_small_tiles_ = static_cast<int>(tiles_.size());
   tiles_.insert(tiles_.end(), large.begin(), large.end());
   // Those with most keys first: they would be last to end.
   for (const PromptRound& round : prompt_rounds_) {
@@ -235,9 +251,16 @@ void CudaBackend::PlanPrompt(const StepPlan& plan, int first, int end) {
   round.keys += keys;
 }
 
-Step CudaBackend::Begin(const StepPlan& plan, bool sharded) {
+Step CudaBackend::Begin(const StepPlan& asked, bool sharded) {
   Use();
   communicator_.ThrowIfAborted();
+  num_rows_ = asked.num_tokens();
+  num_logit_rows_ = static_cast<int>(asked.logit_rows.size());
+  // Ranks meet on the host between kernels, which no graph can record: one rank only.
+  as_graph_ = use_graphs_ && communicator_.world() == 1 && num_rows_ <= kMostGraphRows &&
+              OnlyDecodes(asked);
+  if (as_graph_) RoundUp(asked, limits_.max_tokens, rounded_);
+  const StepPlan& plan = as_graph_ ? rounded_ : asked;
   PlanAttention(plan);
   Packing packing;
   const size_t ids = packing.Add(plan.ids), positions = packing.Add(plan.positions),
@@ -247,6 +270,7 @@ Step CudaBackend::Begin(const StepPlan& plan, bool sharded) {
                prompt_tiles = packing.Add(prompt_tiles_);
   // Grows with the longest page table so far; the last step has ended.
   plan_host_.Reserve(packing.size());
+  if (plan_host_.size() > plan_device_.size()) graphs_.Clear();
   plan_device_.Reserve(plan_host_.size());
   auto* host = plan_host_.as<std::byte>();
   auto* device = plan_device_.as<std::byte>();
@@ -281,10 +305,18 @@ Step CudaBackend::Begin(const StepPlan& plan, bool sharded) {
   make_room(std::min(step.num_logit_rows, limits_.max_logit_rows), /*shards=*/false);
   const size_t captured = plan.boundaries.size() * static_cast<size_t>(step.own.count) *
                           static_cast<size_t>(limits_.hidden) * sizeof(bf16);
+  if (captured > captured_.size()) graphs_.Clear();
   captured_.Reserve(captured);
   captured_host_.Reserve(captured);
   num_captured_ = 0;
   communicator_.group().BeginStep(communicator_.rank());
+  replays_ = records_ = shared_begun_ = false;
+  if (as_graph_) {
+    const StepGraphs::Mode mode =
+        graphs_.Begin({step.num_tokens, step.pages_per_seq, plan.boundaries}, stream());
+    replays_ = mode == StepGraphs::Mode::kReplay;
+    records_ = mode == StepGraphs::Mode::kRecord;
+  }
   return step;
 }
 
@@ -292,13 +324,33 @@ void CudaBackend::MultiplyByPhase(GemmParams p, int first_row) {
   const int decode = std::clamp(num_decode_rows_ - first_row, 0, p.m), prompt = p.m - decode;
   p.m = decode;
   p.phase = Phase::kDecode;
-  gemm_.Run(p, stream());
+  MultiplyFew(p);
   p.m = prompt;
   p.phase = Phase::kPrompt;
   p.x += decode * p.x_stride;
   p.y = static_cast<std::byte*>(p.y) +
         decode * p.y_stride * static_cast<int64_t>(p.fp32_out ? sizeof(float) : sizeof(bf16));
   gemm_.Run(p, stream());
+}
+
+void CudaBackend::MultiplyFew(const GemmParams& p) {
+  StreamProductParams few{};
+  few.x = p.x;
+  few.x_stride = p.x_stride;
+  few.w = p.w;
+  few.w_stride = p.w_stride;
+  few.y = p.y;
+  few.y_stride = p.y_stride;
+  few.m = p.m;
+  few.n = p.n;
+  few.k = p.k;
+  few.epilogue = p.fp32_out ? Epilogue::kFloat : p.accumulate ? Epilogue::kAdd : Epilogue::kBf16;
+  few.batch = p.batch;
+  few.x_batch = p.x_batch;
+  few.w_batch = p.w_batch;
+  few.y_batch = p.y_batch;
+  if (p.w_by_k || (p.fp32_out && p.accumulate) || !Streamable(few)) return gemm_.Run(p, stream());
+  StreamProduct(few, stream_workspace_, stream());
 }
 
 void CudaBackend::Multiply(const bf16* x, int64_t x_stride, RowRange rows, const Weight& weight,
@@ -319,6 +371,7 @@ void CudaBackend::Multiply(const bf16* x, int64_t x_stride, RowRange rows, const
 }
 
 void CudaBackend::Embed(const Step& step, const EmbedParams& p) {
+  if (replays_) return;
   EmbedRows({step.ids, AsMatrix(p.table).data(), p.vocab_begin, p.vocab_count,
              static_cast<bf16*>(p.partial), step.num_tokens, p.hidden},
             stream());
@@ -337,6 +390,7 @@ SumAddNormParams CudaBackend::SharedPartials(const void* own, int num_rows, int 
 }
 
 void CudaBackend::ExchangeAddNorm(const Step& step, const ExchangeAddNormParams& p) {
+  if (replays_) return;
   SumAddNormParams sum = SharedPartials(p.partial, step.num_tokens, p.hidden, step.sharded);
   sum.first_row = step.own.begin;
   sum.num_rows = step.own.count;
@@ -350,12 +404,13 @@ void CudaBackend::ExchangeAddNorm(const Step& step, const ExchangeAddNormParams&
 }
 
 void CudaBackend::LatentProject(const Step& step, const LatentProjectParams& p) {
+  if (replays_) return;
   const auto* x = static_cast<const bf16*>(p.x);
   auto* latents = static_cast<bf16*>(p.latents);
   const int64_t row = p.query_dim + p.kv_lora + p.rope_dim;
   const int rows = step.own.count;
   if (rows == 0) return;
-  const auto norm = [&](const Weight& weight, bf16* at, int width) {
+  const auto norm_of = [&](const Weight& weight, bf16* at, int width) {
     RmsNormParams params{};
     params.x = params.y = at;
     params.x_stride = params.y_stride = row;
@@ -363,19 +418,43 @@ void CudaBackend::LatentProject(const Step& step, const LatentProjectParams& p) 
     params.weight = AsMatrix(weight).vector();
     params.hidden = width;
     params.eps = p.eps;
-    RmsNorm(params, stream());
+    return params;
   };
+  const RmsNormParams kv_norm = norm_of(p.kv_a_norm, latents + p.query_dim, p.kv_lora);
   if (p.q_a != nullptr) {
-    Multiply(x, p.hidden, step.own, *p.q_a, latents, row);
-    norm(*p.q_a_norm, latents, p.query_dim);
+    const RmsNormParams q_norm = norm_of(*p.q_a_norm, latents, p.query_dim);
+    const DeviceMatrix &q_a = AsMatrix(*p.q_a), &kv_a = AsMatrix(p.kv_a);
+    StreamProductParams both{};
+    both.x = x;
+    both.x_stride = p.hidden;
+    both.w = q_a.data();
+    both.w2 = kv_a.data();
+    both.w_stride = both.k = p.hidden;
+    both.y = latents;
+    both.y_stride = row;
+    both.m = DecodeRowsOf(step.own);
+    both.n = p.query_dim;
+    both.n2 = static_cast<int>(kv_a.rows());
+    RowRange rest = step.own;
+    if (Streamable(both)) {
+      StreamProduct(both, stream_workspace_, stream());
+      rest = {step.own.begin + both.m, step.own.count - both.m};
+    }
+    if (rest.count > 0) {
+      const int64_t done = rest.begin - step.own.begin;
+      Multiply(x + done * p.hidden, p.hidden, rest, *p.q_a, latents + done * row, row);
+      Multiply(x + done * p.hidden, p.hidden, rest, p.kv_a, latents + done * row + p.query_dim,
+               row);
+    }
+    RmsNormBoth(q_norm, kv_norm, stream());
   } else {
     Check(cudaMemcpy2DAsync(latents, static_cast<size_t>(row) * sizeof(bf16), x,
                             static_cast<size_t>(p.hidden) * sizeof(bf16),
                             static_cast<size_t>(p.hidden) * sizeof(bf16), static_cast<size_t>(rows),
                             cudaMemcpyDeviceToDevice, stream()));
+    Multiply(x, p.hidden, step.own, p.kv_a, latents + p.query_dim, row);
+    RmsNorm(kv_norm, stream());
   }
-  Multiply(x, p.hidden, step.own, p.kv_a, latents + p.query_dim, row);
-  norm(p.kv_a_norm, latents + p.query_dim, p.kv_lora);
 }
 
 void CudaBackend::Gather(const Step& step, const GatherParams& p) {
@@ -384,17 +463,41 @@ void CudaBackend::Gather(const Step& step, const GatherParams& p) {
 }
 
 void CudaBackend::Attention(const Step& step, const AttentionParams& p) {
+  if (replays_) return;
   const int head_dim = p.nope_dim + p.rope_dim, latent_dim = p.kv_lora + p.rope_dim;
   const int64_t row = p.query_dim + latent_dim, heads = p.num_heads;
   const auto* latents = static_cast<const bf16*>(p.latents);
   auto* cache = cache_.as<bf16>() + int64_t{p.layer} * num_pages_ * kPageTokens * cache_width_;
   Multiply(latents, row, {0, step.num_tokens}, p.q_b, queries_.as<bf16>(), heads * head_dim);
-  RotateAndStore(
-      {latents, row, p.query_dim, queries_.as<bf16>(), static_cast<const float2*>(p.rotary),
-       step.positions, step.sequence, step.page_table, step.pages_per_seq, cache,
-       absorbed_.as<bf16>(), step.num_tokens, p.num_heads, p.nope_dim, p.rope_dim, p.kv_lora},
-      stream());
-  if (absorbed_rows_.count > 0) AttendAbsorbed(step, p, cache);
+  RotateAndStoreParams rotate{latents,
+                              row,
+                              p.query_dim,
+                              queries_.as<bf16>(),
+                              static_cast<const float2*>(p.rotary),
+                              step.positions,
+                              step.sequence,
+                              step.page_table,
+                              step.pages_per_seq,
+                              cache,
+                              absorbed_.as<bf16>(),
+                              step.num_tokens,
+                              p.num_heads,
+                              p.nope_dim,
+                              p.rope_dim,
+                              p.kv_lora};
+  if (absorbable_ && num_decode_rows_ > 0) {
+    rotate.num_tokens = num_decode_rows_;
+    RotateAndAbsorb({rotate, AsMatrix(p.kv_b).data(), p.v_dim}, stream());
+    const int64_t done = num_decode_rows_;
+    rotate.latents += done * row;
+    rotate.queries += done * heads * head_dim;
+    rotate.absorbed += done * heads * latent_dim;
+    rotate.positions += done;
+    rotate.sequence += done;
+    rotate.num_tokens = step.num_tokens - num_decode_rows_;
+  }
+  RotateAndStore(rotate, stream());
+  AttendAbsorbed(step, p, cache);
   // After the absorbed rows, whose range may hold prompts too.
   if (!prompt_rounds_.empty()) AttendExpanded(step, p, cache);
   Multiply(heads_.as<bf16>(), heads * p.v_dim, {0, step.num_tokens}, p.o, p.partial, p.hidden);
@@ -402,59 +505,60 @@ void CudaBackend::Attention(const Step& step, const AttentionParams& p) {
 
 void CudaBackend::AttendAbsorbed(const Step& step, const AttentionParams& p, const bf16* cache) {
   const int latent_dim = p.kv_lora + p.rope_dim, head_dim = p.nope_dim + p.rope_dim;
-  const int64_t heads = p.num_heads, first = absorbed_rows_.begin;
+  const int64_t heads = p.num_heads;
   const int64_t up_rows = int64_t{p.nope_dim + p.v_dim} * p.kv_lora;  // of kv_b, a head
   const bf16* kv_b = AsMatrix(p.kv_b).data();
-  GemmParams absorb{queries_.as<bf16>() + first * heads * head_dim,
-                    heads * head_dim,
-                    kv_b,
-                    p.kv_lora,
-                    absorbed_.as<bf16>() + first * heads * latent_dim,
-                    heads * latent_dim,
-                    absorbed_rows_.count,
-                    p.kv_lora,
-                    p.nope_dim};
-  absorb.w_by_k = true;
-  absorb.batch = p.num_heads;
-  absorb.x_batch = head_dim;
-  absorb.w_batch = up_rows;
-  absorb.y_batch = latent_dim;
-  MultiplyByPhase(absorb, absorbed_rows_.begin);
-
-  AttendParams attend{absorbed_.as<bf16>(),
-                      cache,
-                      step.positions,
-                      step.sequence,
-                      step.page_table,
-                      step.pages_per_seq,
-                      device_tiles_,
-                      num_decode_tiles_,
-                      0,
-                      p.num_heads,
-                      latent_dim,
+  {
+    const int64_t first = absorbed_rows_.begin;
+    GemmParams absorb{queries_.as<bf16>() + first * heads * head_dim,
+                      heads * head_dim,
+                      kv_b,
                       p.kv_lora,
-                      p.scale,
-                      attended_.as<bf16>()};
-  AttendSplit({attend, split_parts_.as<float>(), split_stats_.as<float2>()}, stream());
-  attend.tiles += num_decode_tiles_;
-  attend.num_small = num_small_tiles_;
-  attend.num_large = static_cast<int>(tiles_.size()) - num_decode_tiles_ - num_small_tiles_;
-  Attend(attend, stream());
-
-  GemmParams values{attended_.as<bf16>() + first * heads * p.kv_lora,
-                    heads * p.kv_lora,
-                    kv_b + int64_t{p.nope_dim} * p.kv_lora,
-                    p.kv_lora,
-                    heads_.as<bf16>() + first * heads * p.v_dim,
-                    heads * p.v_dim,
-                    absorbed_rows_.count,
-                    p.v_dim,
-                    p.kv_lora};
-  values.batch = p.num_heads;
-  values.x_batch = p.kv_lora;
-  values.w_batch = up_rows;
-  values.y_batch = p.v_dim;
-  MultiplyByPhase(values, absorbed_rows_.begin);
+                      absorbed_.as<bf16>() + first * heads * latent_dim,
+                      heads * latent_dim,
+                      absorbed_rows_.count,
+                      p.kv_lora,
+                      p.nope_dim};
+    absorb.w_by_k = true;
+    absorb.batch = p.num_heads;
+    absorb.x_batch = head_dim;
+    absorb.w_batch = up_rows;
+    absorb.y_batch = latent_dim;
+    MultiplyByPhase(absorb, absorbed_rows_.begin);
+  }
+  for (const RowRange& run : decode_runs_) {
+    AttendDecode(
+        {absorbed_.as<bf16>() + run.begin * heads * latent_dim, cache, step.positions + run.begin,
+         step.sequence + run.begin, step.page_table, step.pages_per_seq, run.count, p.num_heads,
+         latent_dim, p.kv_lora, p.scale, attended_.as<bf16>() + run.begin * heads * p.kv_lora,
+         split_parts_.as<float>(), split_stats_.as<float2>()},
+        stream());
+  }
+  Attend({absorbed_.as<bf16>(), cache, step.positions, step.sequence, step.page_table,
+          step.pages_per_seq, device_tiles_, num_small_tiles_,
+          static_cast<int>(tiles_.size()) - num_small_tiles_, p.num_heads, latent_dim, p.kv_lora,
+          p.scale, attended_.as<bf16>()},
+         stream());
+  // Decoding rows in front, then whatever else is absorbed.
+  const auto values = [&](RowRange rows) {
+    const int64_t first = rows.begin;
+    GemmParams product{attended_.as<bf16>() + first * heads * p.kv_lora,
+                       heads * p.kv_lora,
+                       kv_b + int64_t{p.nope_dim} * p.kv_lora,
+                       p.kv_lora,
+                       heads_.as<bf16>() + first * heads * p.v_dim,
+                       heads * p.v_dim,
+                       rows.count,
+                       p.v_dim,
+                       p.kv_lora};
+    product.batch = p.num_heads;
+    product.x_batch = p.kv_lora;
+    product.w_batch = up_rows;
+    product.y_batch = p.v_dim;
+    MultiplyByPhase(product, rows.begin);
+  };
+  if (absorbable_) values({0, num_decode_rows_});
+  values(absorbed_rows_);
 }
 
 void CudaBackend::AttendExpanded(const Step& step, const AttentionParams& p, const bf16* cache) {
@@ -477,8 +581,46 @@ void CudaBackend::AttendExpanded(const Step& step, const AttentionParams& p, con
   }
 }
 
+// gate_ = silu(gate x) · (up x) of the first `rows` rows.
+StreamProductParams CudaBackend::GateAndUp(const bf16* x, int hidden, const Weight& gate,
+                                           const Weight& up, int rows) const {
+  StreamProductParams product{};
+  product.x = x;
+  product.x_stride = product.w_stride = product.k = hidden;
+  product.w = AsMatrix(gate).data();
+  product.w2 = AsMatrix(up).data();
+  product.y = gate_.as<bf16>();
+  product.n = static_cast<int>(AsMatrix(gate).rows());
+  product.y_stride = product.n;
+  product.m = rows;
+  product.epilogue = Epilogue::kSwiGlu;
+  return product;
+}
+
 void CudaBackend::Route(const Step& step, const RouteParams& p) {
-  Multiply(static_cast<const bf16*>(p.x), p.hidden, step.own, p.gate, router_logits_.as<float>(),
+  if (replays_) return;
+  const auto* x = static_cast<const bf16*>(p.x);
+  auto* logits = router_logits_.as<float>();
+  RowRange rest = step.own;
+  if (!step.sharded && p.shared_gate != nullptr && num_decode_rows_ > 0) {
+    StreamProductParams router{};
+    router.x = x;
+    router.x_stride = router.w_stride = router.k = p.hidden;
+    router.w = AsMatrix(p.gate).data();
+    router.y = logits;
+    router.y_stride = router.n = p.num_experts;
+    router.m = num_decode_rows_;
+    router.epilogue = Epilogue::kFloat;
+    const StreamProductParams shared =
+        GateAndUp(x, p.hidden, *p.shared_gate, *p.shared_up, num_decode_rows_);
+    if (Streamable(router) && Streamable(shared)) {
+      StreamProductBoth(router, shared, stream_workspace_, stream());
+      shared_begun_ = true;
+      rest = {num_decode_rows_, step.num_tokens - num_decode_rows_};
+    }
+  }
+  const int64_t done = rest.begin - step.own.begin;
+  Multiply(x + done * p.hidden, p.hidden, rest, p.gate, logits + done * p.num_experts,
            p.num_experts, /*fp32_out=*/true);
   ChooseExperts(
       {router_logits_.as<float>(), AsMatrix(p.bias).vector(), step.own.count, p.num_experts,
@@ -496,32 +638,45 @@ const RowMaps& CudaBackend::MapsOf(const bf16* x, int columns) {
 }
 
 void CudaBackend::RoutedFfn(const Step& step, const RoutedFfnParams& p) {
+  if (replays_) return;
   const DeviceExperts& experts = AsExperts(p.slots);
   const ExpertBlocks& blocks = experts.blocks();
   const auto num_experts = static_cast<int>(experts.shape().slot_of_expert.size());
   const bool by_hopper = hopper_ && experts.format() == Format::kInt4;
-  int tile_rows = by_hopper ? kHopperTileRows : experts.format() == Format::kInt4 ? 128 : 64;
   // About the rows that an expert gets; Hopper's tiles are as wide as they need anyway.
   const int expected = CeilDiv(step.num_tokens * p.top_k, num_experts);
+  const bool few = by_hopper && step.num_tokens <= kFewTokens;
+  int tile_rows = by_hopper ? kHopperTileRows : experts.format() == Format::kInt4 ? 128 : 64;
+  if (few) tile_rows = step.num_tokens <= 8 ? 8 : step.num_tokens <= 16 ? 16 : kFewRows;
   while (!by_hopper && tile_rows > 16 && tile_rows / 2 >= expected) tile_rows /= 2;
-  const SortRowsParams sorted{p.experts,
-                              experts.slot_of_expert(),
-                              step.num_tokens,
-                              p.top_k,
-                              experts.shape().num_slots,
-                              tile_rows,
-                              counts_.as<int32_t>(),
-                              first_row_.as<int32_t>(),
-                              token_of_row_.as<int32_t>(),
-                              row_of_.as<int32_t>(),
-                              row_tiles_.as<TokenTile>(),
-                              num_row_tiles_.as<int32_t>()};
-  SortRows(sorted, stream());
+  SortRowsParams sorted{p.experts, experts.slot_of_expert(),  step.num_tokens,
+                        p.top_k,   experts.shape().num_slots, tile_rows};
+  sorted.counts = counts_.as<int32_t>();
+  sorted.first_row = first_row_.as<int32_t>();
+  sorted.token_of_row = token_of_row_.as<int32_t>();
+  sorted.row_of = row_of_.as<int32_t>();
+  sorted.tiles = row_tiles_.as<TokenTile>();
+  sorted.num_tiles = num_row_tiles_.as<int32_t>();
+  const bool few_pairs =
+      int64_t{step.num_tokens} * p.top_k <= kFewPairs && experts.shape().num_slots <= kFewSlots;
+  // The narrowest tile has room for every token of the step, and costs no more for it.
+  sorted.whole_step = few && few_pairs && step.num_tokens <= 8 &&
+                      int64_t{std::min(step.num_tokens * p.top_k, sorted.num_slots)} * tile_rows <=
+                          int64_t{limits_.max_tokens} * limits_.top_k;
+  // Hopper's other kernel wants tiles by width.
+  if (few_pairs && (few || !by_hopper)) {
+    SortFewRows(sorted, stream());
+  } else {
+    SortRows(sorted, stream());
+  }
   // TMA takes rows that lie together; y's memory is free until the second product.
-  if (by_hopper)
+  const bool gathers = by_hopper && !sorted.whole_step;
+  if (gathers)
     GatherTokens(static_cast<const bf16*>(p.x), sorted, blocks.hidden, y_.as<bf16>(), stream());
   const auto multiply = [&](const GroupedProductParams& product, Product which) {
-    if (by_hopper) {
+    if (few) {
+      FewRowsProduct(product, MapsOf(product.x, product.k), which, tile_rows, stream());
+    } else if (by_hopper) {
       HopperProduct(product, MapsOf(product.x, product.k), which, stream());
     } else {
       GroupedProduct(product, which, experts.format(), tile_rows, stream());
@@ -534,7 +689,8 @@ void CudaBackend::RoutedFfn(const Step& step, const RoutedFfnParams& p) {
   product.weight_tiles = blocks.gate_up_tiles();
   product.tiles = row_tiles_.as<TokenTile>();
   product.num_tiles = num_row_tiles_.as<int32_t>();
-  product.x = by_hopper ? y_.as<bf16>() : static_cast<const bf16*>(p.x);
+  product.x = gathers ? y_.as<bf16>() : static_cast<const bf16*>(p.x);
+  product.from_first_row = sorted.whole_step;
   product.x_stride = product.k = blocks.hidden;
   product.row_of_x = by_hopper ? nullptr : token_of_row_.as<int32_t>();
   product.out = h_.as<bf16>();
@@ -546,6 +702,7 @@ void CudaBackend::RoutedFfn(const Step& step, const RoutedFfnParams& p) {
   product.x = h_.as<bf16>();
   product.x_stride = product.k = blocks.h_columns();
   product.row_of_x = nullptr;
+  product.from_first_row = false;
   product.out = y_.as<bf16>();
   product.out_stride = product.out_columns = blocks.hidden;
   multiply(product, Product::kDown);
@@ -555,12 +712,24 @@ void CudaBackend::RoutedFfn(const Step& step, const RoutedFfnParams& p) {
 }
 
 void CudaBackend::DenseFfn(const Step& step, const DenseFfnParams& p) {
+  if (replays_) return;
   const auto* x = static_cast<const bf16*>(p.x);
-  const RowRange all{0, step.num_tokens};
-  Multiply(x, p.hidden, all, p.gate, gate_.as<bf16>(), p.width);
-  Multiply(x, p.hidden, all, p.up, up_.as<bf16>(), p.width);
-  SwiGlu(gate_.as<bf16>(), up_.as<bf16>(), int64_t{step.num_tokens} * p.width, stream());
-  Multiply(gate_.as<bf16>(), p.width, all, p.down, p.partial, p.hidden,
+  const StreamProductParams few =
+      GateAndUp(x, p.hidden, p.gate, p.up, DecodeRowsOf({0, step.num_tokens}));
+  RowRange rest{0, step.num_tokens};
+  if (Streamable(few)) {
+    if (!shared_begun_) StreamProduct(few, stream_workspace_, stream());
+    rest = {few.m, step.num_tokens - few.m};
+  }
+  shared_begun_ = false;
+  if (rest.count > 0) {
+    const int64_t done = int64_t{rest.begin} * p.width;
+    x += int64_t{rest.begin} * p.hidden;
+    Multiply(x, p.hidden, rest, p.gate, gate_.as<bf16>() + done, p.width);
+    Multiply(x, p.hidden, rest, p.up, up_.as<bf16>() + done, p.width);
+    SwiGlu(gate_.as<bf16>() + done, up_.as<bf16>() + done, int64_t{rest.count} * p.width, stream());
+  }
+  Multiply(gate_.as<bf16>(), p.width, {0, step.num_tokens}, p.down, p.partial, p.hidden,
            /*fp32_out=*/false, p.accumulate);
 }
 
@@ -571,25 +740,44 @@ void CudaBackend::Capture(const Step& step, const CaptureParams& p) {
   if (count == 0) return;
   // Copied aside first: the residual changes while the copy to the host runs.
   auto* aside = captured_.as<uint16_t>() + num_captured_;
-  Check(cudaMemcpyAsync(aside, p.residual, count * sizeof(uint16_t), cudaMemcpyDeviceToDevice,
-                        stream()));
-  captured_event_.Record(stream());
-  captured_event_.Hold(copies_.get());
+  if (!replays_) {
+    Check(cudaMemcpyAsync(aside, p.residual, count * sizeof(uint16_t), cudaMemcpyDeviceToDevice,
+                          stream()));
+  }
+  const size_t real =
+      static_cast<size_t>(std::min(step.own.count, num_rows_)) * static_cast<size_t>(p.hidden);
   uint16_t* to = p.to + static_cast<size_t>(step.own.begin) * static_cast<size_t>(p.hidden);
   cudaPointerAttributes attributes;
   Check(cudaPointerGetAttributes(&attributes, to));
   uint16_t* host = to;
   if (attributes.type != cudaMemoryTypeHost) {  // not from AllocateHost: by way of our own
     host = captured_host_.as<uint16_t>() + num_captured_;
-    pending_states_.push_back({to, count, host});
+    pending_states_.push_back({to, real, host});
   }
   num_captured_ += count;
-  Check(cudaMemcpyAsync(host, aside, count * sizeof(uint16_t), cudaMemcpyDeviceToHost,
-                        copies_.get()));
+  pending_copies_.push_back({host, real, aside});
+  if (!replays_ && !records_) CopyStatesOut();
+}
+
+// What was copied aside so far goes to the host under the next ops; a graph is not looked into.
+void CudaBackend::CopyStatesOut() {
+  if (pending_copies_.empty()) return;
+  captured_event_.Record(stream());
+  captured_event_.Hold(copies_.get());
+  for (const PendingStates& copy : pending_copies_) {
+    Check(cudaMemcpyAsync(copy.to, copy.from, copy.count * sizeof(uint16_t), cudaMemcpyDeviceToHost,
+                          copies_.get()));
+  }
+  pending_copies_.clear();
 }
 
 void CudaBackend::Sample(const Step& step, const SampleParams& p) {
   if (p.count == 0) return;
+  // Rows that a plan was rounded up by have no place on the host.
+  const int count = std::clamp(num_logit_rows_ - p.first, 0, p.count);
+  if (p.ids != nullptr && count > 0)
+    pending_tokens_.push_back({p.ids, p.logprobs, p.entropies, p.first, count});
+  if (replays_) return;
   // Each logit row is normed by the rank that keeps it; the others add zeros.
   RmsNormParams norm{};
   norm.x = static_cast<const bf16*>(p.residual);
@@ -616,29 +804,35 @@ void CudaBackend::Sample(const Step& step, const SampleParams& p) {
       static_cast<int>(head.cols())};
   product.fp32_out = true;
   product.phase = Phase::kDecode;  // a few rows, of prompts too
-  gemm_.Run(product, stream());
-  const float* logits = logits_.as<float>();
-  if (communicator_.world() > 1) {
-    // Every rank's block is one row of as many.
-    communicator_.GatherRows(
-        logits, communicator_.world(),
-        static_cast<size_t>(p.count) * static_cast<size_t>(p.vocab_per_rank) * sizeof(float),
-        all_logits_.as<void>(), stream());
-    logits = all_logits_.as<float>();
-  }
+  MultiplyFew(product);
+  const float* logits = AllLogits(logits_.as<float>(), p.count, p.vocab_per_rank);
   if (p.ids == nullptr) return;
   const auto tokens = static_cast<size_t>(limits_.max_tokens);
   auto* scores = results_.as<float>() + p.first;
   ChooseTokens({logits, p.count, p.vocab, p.vocab_per_rank, step.draws + p.first,
-                results_.as<int32_t>() + p.first, scores + tokens, scores + 2 * tokens},
+                results_.as<int32_t>() + p.first, scores + tokens, scores + 2 * tokens,
+                choose_workspace_.as<void>()},
                stream());
-  pending_tokens_.push_back({p.ids, p.logprobs, p.entropies, p.first, p.count});
+}
+
+const float* CudaBackend::AllLogits(const float* own, int count, int vocab_per_rank) {
+  if (communicator_.world() == 1) return own;
+  // Every rank's block is one row of as many.
+  communicator_.GatherRows(
+      own, communicator_.world(),
+      static_cast<size_t>(count) * static_cast<size_t>(vocab_per_rank) * sizeof(float),
+      all_logits_.as<void>(), stream());
+  return all_logits_.as<float>();
 }
 
 void CudaBackend::Finish() {
+  if (replays_ || records_) graphs_.Launch(stream());
+  CopyStatesOut();
+  const auto row_bytes = static_cast<size_t>(limits_.max_tokens) * sizeof(float);
   if (!pending_tokens_.empty()) {
-    Check(cudaMemcpyAsync(results_host_.as<void>(), results_.as<void>(), results_host_.size(),
-                          cudaMemcpyDeviceToHost, stream()));
+    Check(cudaMemcpy2DAsync(results_host_.as<void>(), row_bytes, results_.as<void>(), row_bytes,
+                            static_cast<size_t>(num_logit_rows_) * sizeof(float), 3,
+                            cudaMemcpyDeviceToHost, stream()));
   }
   finished_.Record(stream());
   copied_.Record(copies_.get());

@@ -1,6 +1,7 @@
 // One rank: its stream, its memory, its scratch, and the ops as launches on that stream.
 #pragma once
 
+#include <algorithm>
 #include <memory>
 #include <vector>
 
@@ -11,6 +12,8 @@
 #include "extractor/backend/cuda/peer_group.h"
 #include "extractor/backend/cuda/prefill.h"
 #include "extractor/backend/cuda/rows.h"
+#include "extractor/backend/cuda/step_graphs.h"
+#include "extractor/backend/cuda/stream_product.h"
 #include "extractor/backend/cuda/weights.h"
 
 namespace statetap::cuda {
@@ -46,6 +49,17 @@ class CudaBackend : public Backend {
   void Finish() override;
 
   cudaStream_t stream() const { return stream_.get(); }
+  // Off: every step runs kernel by kernel. For comparing the two, and for timing.
+  void UseGraphs(bool use) { use_graphs_ = use; }
+  // Recorded steps are recorded anew.
+  void ForgetGraphs() { graphs_.Clear(); }
+  bool records() const { return records_; }
+  bool replays() const { return replays_; }
+
+ protected:
+  // [ranks, count, vocab_per_rank] from this rank's [count, vocab_per_rank].
+  virtual const float* AllLogits(const float* own, int count, int vocab_per_rank);
+  const DeviceBuffer& cache() const { return cache_; }
 
  private:
   void Use() const;  // the rank's device on this thread
@@ -54,6 +68,14 @@ class CudaBackend : public Backend {
   void Multiply(const bf16* x, int64_t x_stride, RowRange rows, const Weight& w, void* y,
                 int64_t y_stride, bool fp32_out = false, bool accumulate = false);
   void MultiplyByPhase(GemmParams params, int first_row);
+  void MultiplyFew(const GemmParams& params);  // rows that decode
+  // How many of these rows of the step decode: the first ones.
+  int DecodeRowsOf(RowRange rows) const {
+    return std::clamp(num_decode_rows_ - rows.begin, 0, rows.count);
+  }
+  StreamProductParams GateAndUp(const bf16* x, int hidden, const Weight& gate, const Weight& up,
+                                int rows) const;
+  void CopyStatesOut();
   // Every rank's partial sums in reach; the rest is the caller's. Ends with communicator_.Release.
   SumAddNormParams SharedPartials(const void* own, int num_rows, int hidden, bool sharded);
   // The forms of attention: rows that decode are attended absorbed, their keys in parts; prompts in
@@ -69,6 +91,13 @@ class CudaBackend : public Backend {
   Uploader uploader_;
   Stream stream_, copies_;  // copies_: captured states to the host, under the next ops
   Gemm gemm_;
+  StreamWorkspace stream_workspace_;
+  // Steps that only decode. What the engine asked for may be fewer rows than run.
+  StepGraphs graphs_;
+  StepPlan rounded_;
+  int num_rows_ = 0, num_logit_rows_ = 0;
+  bool shared_begun_ = false;  // Route has done DenseFfn's first product of the rows that decode
+  bool use_graphs_ = true, as_graph_ = false, records_ = false, replays_ = false;
   std::vector<DeviceBuffer> memory_;
   std::vector<PinnedBuffer> host_memory_;
   DeviceBuffer cache_;
@@ -88,10 +117,14 @@ class CudaBackend : public Backend {
   // The plan's arrays, at one place each: staged in pinned memory, one copy a step.
   PinnedBuffer plan_host_;
   DeviceBuffer plan_device_;
-  std::vector<AttentionTile> tiles_;  // those that decode, then small ones, then large ones
-  int num_decode_tiles_ = 0, num_small_tiles_ = 0;
-  int num_decode_rows_ = 0;  // of the step, in front
-  RowRange absorbed_rows_;   // of the step: all that tiles_ names lie within
+  std::vector<AttentionTile> tiles_;  // small ones, then large ones
+  int num_small_tiles_ = 0;
+  std::vector<RowRange> decode_runs_;  // rows that decode
+  int num_decode_rows_ = 0;            // of the step, in front
+  // Of the step: all that tiles_ names lie within, and rows that decode unless RotateAndAbsorb
+  // takes them.
+  RowRange absorbed_rows_;
+  bool absorbable_ = false;
   // Prompts, in rounds whose keys fit the scratch.
   struct PromptRound {
     size_t first_run, num_runs, first_tile, num_tiles;
@@ -111,7 +144,7 @@ class CudaBackend : public Backend {
   DeviceBuffer split_parts_, split_stats_, key_latents_, expanded_;
   DeviceBuffer router_logits_;
   DeviceBuffer counts_, first_row_, token_of_row_, row_of_, row_tiles_, num_row_tiles_, h_, y_;
-  DeviceBuffer picked_, normed_, logits_, all_logits_;
+  DeviceBuffer picked_, normed_, logits_, all_logits_, choose_workspace_;
 
   struct PendingStates {
     uint16_t* to;
@@ -126,7 +159,7 @@ class CudaBackend : public Backend {
   DeviceBuffer captured_;
   PinnedBuffer captured_host_;
   size_t num_captured_ = 0;
-  std::vector<PendingStates> pending_states_;
+  std::vector<PendingStates> pending_states_, pending_copies_;
   DeviceBuffer results_;  // [max_tokens] ids, logprobs, entropies
   PinnedBuffer results_host_;
   std::vector<PendingTokens> pending_tokens_;

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "extractor/backend/cuda/check.h"
+#include "extractor/backend/cuda/launch.h"
 
 namespace statetap::cuda {
 namespace {
@@ -99,8 +100,70 @@ __global__ void PlaceKernel(const SortRowsParams p) {
   }
 }
 
+constexpr int kFewThreads = 1024;
+static_assert(kFewSlots <= kFewThreads, "a thread a slot");
+
+// One block: counts, two sums over the slots side by side, tiles, places.
+__global__ void __launch_bounds__(kFewThreads) SortFewKernel(const SortRowsParams p) {
+  __shared__ int32_t counts[kFewSlots];
+  __shared__ int2 warps[kFewThreads / 32];
+  const int thread = static_cast<int>(threadIdx.x), warp = thread / 32, lane = thread % 32;
+  const int pairs = p.num_tokens * p.top_k;
+  LetNextBegin();
+  if (thread < p.num_slots) counts[thread] = 0;
+  __syncthreads();
+  WaitForEarlier();
+  constexpr int kEach = kFewPairs / kFewThreads;
+  int slots[kEach];
+#pragma unroll
+  for (int i = 0; i < kEach; ++i) {
+    slots[i] = SlotOf(p, thread + i * kFewThreads);
+    if (slots[i] >= 0) atomicAdd(&counts[slots[i]], 1);
+  }
+  __syncthreads();
+  int count = thread < p.num_slots ? counts[thread] : 0;
+  if (p.whole_step && count > 0) count = p.tile_rows;  // all tokens, room for a full tile
+  const int parts = (count + p.tile_rows - 1) / p.tile_rows;
+  int2 until = {count, parts};  // rows and tiles of the slots up to this one
+  for (int offset = 1; offset < 32; offset *= 2) {
+    const int rows = __shfl_up_sync(0xffffffffu, until.x, offset),
+              tiles = __shfl_up_sync(0xffffffffu, until.y, offset);
+    if (lane >= offset) until = {until.x + rows, until.y + tiles};
+  }
+  if (lane == 31) warps[warp] = until;
+  __syncthreads();
+  for (int w = 0; w < warp; ++w) until = {until.x + warps[w].x, until.y + warps[w].y};
+  const int first_row = until.x - count, first_tile = until.y - parts;
+  if (thread < p.num_slots) {
+    p.counts[thread] = count;
+    p.first_row[thread] = first_row;
+    counts[thread] = first_row;
+    for (int part = 0, done = 0; part < parts; ++part) {
+      const int rows = (count - done + parts - part - 1) / (parts - part);
+      p.tiles[first_tile + part] = {thread, first_row + done, p.whole_step ? p.num_tokens : rows,
+                                    (rows + 7) / 8 * 8};
+      done += rows;
+    }
+  }
+  if (thread == kFewThreads - 1) *p.num_tiles = until.y;
+  __syncthreads();
+#pragma unroll
+  for (int i = 0; i < kEach; ++i) {
+    const int pair = thread + i * kFewThreads;
+    if (pair >= pairs) break;
+    int row = -1;
+    if (slots[i] >= 0) {
+      row = p.whole_step ? counts[slots[i]] + pair / p.top_k : atomicAdd(&counts[slots[i]], 1);
+      p.token_of_row[row] = pair / p.top_k;
+    }
+    p.row_of[pair] = row;
+  }
+}
+
 // One block a row of the tile list; the rows behind the last are not there.
 __global__ void GatherKernel(const bf16* x, const SortRowsParams p, int hidden, bf16* to) {
+  LetNextBegin();
+  WaitForEarlier();
   const int last = p.num_slots - 1, rows = p.first_row[last] + p.counts[last];
   for (int64_t row = blockIdx.x; row < rows; row += gridDim.x) {
     const auto* from =
@@ -112,27 +175,30 @@ __global__ void GatherKernel(const bf16* x, const SortRowsParams p, int hidden, 
 
 // One block a token.
 __global__ void SumKernel(const SumRowsParams p) {
-  __shared__ int32_t rows[kMaxTopK];
+  __shared__ int32_t listed_rows[kMaxTopK], experts[kMaxTopK], rows[kMaxTopK];
   __shared__ float weights[kMaxTopK];
   __shared__ int count;
   const int64_t token = blockIdx.x;
-  if (threadIdx.x == 0) {
-    const int32_t* experts = p.experts + token * p.top_k;
-    const int32_t* row_of = p.row_of + token * p.top_k;
-    int32_t order[kMaxTopK];
-    count = 0;
-    for (int k = 0; k < p.top_k; ++k) {
-      if (row_of[k] < 0) continue;
-      int at = count++;  // insertion by expert
-      for (; at > 0 && order[at - 1] > experts[k]; --at) {
-        order[at] = order[at - 1];
-        rows[at] = rows[at - 1];
-        weights[at] = weights[at - 1];
-      }
-      order[at] = experts[k];
-      rows[at] = row_of[k];
-      weights[at] = p.weights[token * p.top_k + k];
+  LetNextBegin();
+  WaitForEarlier();
+  const int64_t first = token * p.top_k;
+  for (int k = threadIdx.x; k < p.top_k; k += kThreads) {
+    listed_rows[k] = p.row_of[first + k];
+    experts[k] = p.experts[first + k];
+  }
+  __syncthreads();
+  // By expert, ascending; those of other ranks are left out.
+  for (int k = threadIdx.x; k < p.top_k; k += kThreads) {
+    int before = 0, all = 0;
+    for (int other = 0; other < p.top_k; ++other) {
+      if (listed_rows[other] < 0) continue;
+      ++all;
+      before += experts[other] < experts[k] || (experts[other] == experts[k] && other < k) ? 1 : 0;
     }
+    if (k == 0) count = all;
+    if (listed_rows[k] < 0) continue;
+    rows[before] = listed_rows[k];
+    weights[before] = p.weights[first + k];
   }
   __syncthreads();
   for (int c = static_cast<int>(threadIdx.x) * 8; c < p.hidden; c += kThreads * 8) {
@@ -172,18 +238,22 @@ void SortRows(const SortRowsParams& p, cudaStream_t stream) {
   CheckLaunch();
 }
 
+void SortFewRows(const SortRowsParams& p, cudaStream_t stream) {
+  if (p.num_tokens == 0) return;
+  LaunchEarly(SortFewKernel, dim3(1), kFewThreads, 0, stream, p);
+}
+
 void GatherTokens(const bf16* x, const SortRowsParams& p, int hidden, bf16* to,
                   cudaStream_t stream) {
   if (p.num_tokens == 0) return;
-  const auto blocks = static_cast<unsigned>(std::min(p.num_tokens * p.top_k, 132 * 16));
-  GatherKernel<<<blocks, kThreads, 0, stream>>>(x, p, hidden, to);
-  CheckLaunch();
+  const auto blocks =
+      static_cast<unsigned>(std::min<int64_t>(int64_t{p.num_tokens} * p.top_k, 132 * 16));
+  LaunchEarly(GatherKernel, dim3(blocks), kThreads, 0, stream, x, p, hidden, to);
 }
 
 void SumExpertRows(const SumRowsParams& p, cudaStream_t stream) {
   if (p.num_tokens == 0) return;
-  SumKernel<<<static_cast<unsigned>(p.num_tokens), kThreads, 0, stream>>>(p);
-  CheckLaunch();
+  LaunchEarly(SumKernel, dim3(static_cast<unsigned>(p.num_tokens)), kThreads, 0, stream, p);
 }
 
 }  // namespace statetap::cuda

@@ -25,6 +25,9 @@ struct SortRowsParams {
   const int32_t* experts;         // [num_tokens, top_k]
   const int32_t* slot_of_expert;  // [num_experts]
   int num_tokens, top_k, num_slots, tile_rows;
+  // SortFewRows with num_tokens ≤ tile_rows only: each slot that is met gets one tile with a row
+  // for every token of the step, met or not, so that its rows need not be gathered.
+  bool whole_step = false;
   int32_t* counts;        // [2 · num_slots]: rows of a slot; rows placed so far
   int32_t* first_row;     // [num_slots]
   int32_t* token_of_row;  // [num_tokens · top_k]
@@ -33,6 +36,9 @@ struct SortRowsParams {
   int32_t* num_tiles;     // [1]
 };
 void SortRows(const SortRowsParams& params, cudaStream_t stream);
+// The same by one block, for few pairs; tiles by slot instead of by width.
+inline constexpr int kFewPairs = 8192, kFewSlots = 1024;
+void SortFewRows(const SortRowsParams& params, cudaStream_t stream);
 
 // to[row] = x[token_of_row[row]] for the rows of the tile list. hidden: multiple of 8.
 void GatherTokens(const bf16* x, const SortRowsParams& sorted, int hidden, bf16* to,
@@ -49,6 +55,7 @@ struct GroupedProductParams {
   int64_t x_stride;         // multiple of 8
   int k;                    // columns of x that count, multiple of 8
   const int32_t* row_of_x;  // [rows]: row of x for a row of the tile list; null: the same
+  bool from_first_row;      // FewRowsProduct: every tile's rows of x are the first ones
   bf16* out;                // [rows], out_stride apart
   int64_t out_stride;
   int out_columns;  // multiple of 8: columns of weight tiles behind them are not written
@@ -70,6 +77,12 @@ struct RowMaps {  // tensor maps of x by tile width: CUtensorMap, 128 bytes each
 RowMaps MakeRowMaps(const bf16* x, int64_t rows, int columns);
 void HopperProduct(const GroupedProductParams& params, const RowMaps& maps, Product product,
                    cudaStream_t stream);
+
+// The same bits for few rows an expert: tiles of at most tile_rows = 8, 16 or 32 rows, which may
+// come in any order of width.
+inline constexpr int kFewRows = 32;
+void FewRowsProduct(const GroupedProductParams& params, const RowMaps& maps, Product product,
+                    int tile_rows, cudaStream_t stream);
 
 // partial[t] = sum over k with row_of[t][k] ≥ 0, by ascending expert, of weights[t][k] · y[row];
 // fp32, rounded once.

@@ -1,6 +1,7 @@
 #include "extractor/backend/cuda/router.h"
 
 #include "extractor/backend/cuda/check.h"
+#include "extractor/backend/cuda/launch.h"
 
 namespace statetap::cuda {
 namespace {
@@ -62,34 +63,77 @@ __device__ void MaskGroups(float* biased, float* worth, const ChooseExpertsParam
   __syncwarp();
 }
 
+// Larger values have larger keys; NaN has none.
+__device__ uint32_t KeyOf(float value) {
+  if (value != value) return 0;
+  const uint32_t bits = __float_as_uint(value == 0.0f ? 0.0f : value);  // −0 ties with 0
+  return (bits & 0x80000000u) != 0 ? ~bits : bits | 0x80000000u;
+}
+
+struct LaneBest {
+  uint32_t key;
+  int index;
+};
+// Of values[lane], values[lane + 32], …: the largest, ties to the lower index.
+__device__ LaneBest BestOfLane(const float* values, int count, int lane) {
+  LaneBest best{0, lane};
+  for (int i = lane; i < count; i += 32) {
+    const uint32_t key = KeyOf(values[i]);
+    if (key > best.key) best = {key, i};
+  }
+  return best;
+}
+
 __global__ void ChooseKernel(const ChooseExpertsParams p) {
   extern __shared__ float memory[];  // a warp: scores, scores + bias, worth of groups
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
   const int64_t token = static_cast<int64_t>(blockIdx.x) * kTokens + warp;
+  LetNextBegin();
+  WaitForEarlier();
   if (token >= p.num_tokens) return;
   float* scores = memory + warp * (2 * p.num_experts + p.num_groups);
   float *biased = scores + p.num_experts, *worth = biased + p.num_experts;
-  for (int e = lane; e < p.num_experts; e += 32) {
-    const float score = 1.0f / (1.0f + expf(-p.logits[token * p.num_experts + e]));
-    const float value = score + p.bias[e];
-    scores[e] = score;
-    biased[e] = value != value ? -INFINITY : value;
+  // All loads of a round at once.
+  constexpr int kAtOnce = 12;
+  const float* logits = p.logits + token * p.num_experts;
+  for (int first = lane; first < p.num_experts; first += 32 * kAtOnce) {
+    float logit[kAtOnce], bias[kAtOnce];
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      const int e = min(first + 32 * i, p.num_experts - 1);
+      logit[i] = logits[e];
+      bias[i] = p.bias[e];
+    }
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      const int e = first + 32 * i;
+      if (e >= p.num_experts) break;
+      const float score = 1.0f / (1.0f + expf(-logit[i]));
+      const float value = score + bias[i];
+      scores[e] = score;
+      biased[e] = value != value ? -INFINITY : value;
+    }
   }
   __syncwarp();
   if (p.num_groups > 1) MaskGroups(biased, worth, p, lane);
   int32_t* experts = p.experts + token * p.top_k;
   float* weights = p.weights + token * p.top_k;
   float sum = 0;
+  // The best of the lane's own, kept from round to round; only the lane that gives one away looks
+  // again.
+  LaneBest own = BestOfLane(biased, p.num_experts, lane);
   for (int k = 0; k < p.top_k; ++k) {
-    const int best = ArgMax(biased, p.num_experts, lane);
-    __syncwarp();
+    const uint32_t largest = __reduce_max_sync(kAll, own.key);
+    const auto best = static_cast<int>(
+        __reduce_min_sync(kAll, own.key == largest ? static_cast<unsigned>(own.index) : ~0u));
     sum += scores[best];
-    if (lane == 0) {
-      biased[best] = NAN;  // taken
+    if (best % 32 == lane) {
       experts[k] = best;
+      biased[best] = NAN;  // taken
+      own = BestOfLane(biased, p.num_experts, lane);
     }
-    __syncwarp();
   }
+  __syncwarp();
   for (int k = lane; k < p.top_k; k += 32) {
     const float score = scores[experts[k]];
     weights[k] = (p.normalise ? score / (sum + 1e-20f) : score) * p.scaling;
@@ -102,9 +146,8 @@ void ChooseExperts(const ChooseExpertsParams& p, cudaStream_t stream) {
   if (p.num_tokens == 0) return;
   const size_t bytes =
       sizeof(float) * kTokens * static_cast<size_t>(2 * p.num_experts + p.num_groups);
-  ChooseKernel<<<static_cast<unsigned>((p.num_tokens + kTokens - 1) / kTokens), kTokens * 32, bytes,
-                 stream>>>(p);
-  CheckLaunch();
+  LaunchEarly(ChooseKernel, dim3(static_cast<unsigned>((p.num_tokens + kTokens - 1) / kTokens)),
+              kTokens * 32, bytes, stream, p);
 }
 
 }  // namespace statetap::cuda

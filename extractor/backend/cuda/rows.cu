@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "extractor/backend/cuda/check.h"
+#include "extractor/backend/cuda/launch.h"
 
 namespace statetap::cuda {
 namespace {
@@ -47,17 +48,18 @@ __device__ void Store(bf16* to, int count, bool wide, const float (&from)[kChunk
   }
 }
 
-// Sum over the block in a fixed order; the same value on every thread.
+// Sum over the block in a fixed order; the same value on every thread. Once in a kernel.
 __device__ double BlockSum(double value) {
-  __shared__ double warps[kThreads / 32];
+  __shared__ double warps[32];
+  const unsigned lane = threadIdx.x % 32;
   for (int offset = 16; offset > 0; offset /= 2)
     value += __shfl_xor_sync(0xffffffffu, value, offset);
-  if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = value;
+  if (lane == 0) warps[threadIdx.x / 32] = value;
   __syncthreads();
-  double sum = 0;
-  for (int warp = 0; warp < kThreads / 32; ++warp) sum += warps[warp];
-  __syncthreads();
-  return sum;
+  value = lane < blockDim.x / 32 ? warps[lane] : 0.0;
+  for (int offset = 16; offset > 0; offset /= 2)
+    value += __shfl_xor_sync(0xffffffffu, value, offset);
+  return value;
 }
 
 // fp64, as on the CPU: the widest rows' sum of squares can leave fp32.
@@ -65,50 +67,94 @@ __device__ float NormScale(double squares, int hidden, float eps) {
   return static_cast<float>(1.0 / sqrt(squares / hidden + static_cast<double>(eps)));
 }
 
-// One block a row. A thread sees the same columns in both passes, so it reads back what it wrote.
+// What a block of SumAddNormKernel adds up for columns [c, c + count) of a row.
+__device__ double SumColumns(const SumAddNormParams& p, int64_t row, int c, bool wide,
+                             float (&sum)[kChunk]) {
+  const int count = min(kChunk, p.hidden - c);
+  const int64_t from = (p.first_row + row) * p.hidden + c;
+  bf16* residual = p.residual + row * p.hidden + c;
+  float part[kChunk];
+  Load(p.partial[0] + from, count, wide, sum);
+  for (int rank = 1; rank < p.world; ++rank) {
+    Load(p.partial[rank] + from, count, wide, part);
+#pragma unroll
+    for (int i = 0; i < kChunk; ++i) sum[i] += part[i];
+  }
+  if (!p.replace) {
+    Load(residual, count, wide, part);
+#pragma unroll
+    for (int i = 0; i < kChunk; ++i) sum[i] += part[i];
+  }
+  double squares = 0;
+#pragma unroll
+  for (int i = 0; i < kChunk; ++i) {
+    sum[i] = __bfloat162float(__float2bfloat16_rn(sum[i]));
+    squares += static_cast<double>(sum[i]) * sum[i];
+  }
+  Store(residual, count, wide, sum);
+  return squares;
+}
+
+__device__ void NormColumns(const SumAddNormParams& p, int64_t row, int c, bool wide, float scale,
+                            float (&value)[kChunk]) {
+  const int count = min(kChunk, p.hidden - c);
+#pragma unroll
+  for (int i = 0; i < kChunk; ++i) {
+    if (i < count) value[i] = value[i] * scale * p.weight[c + i];
+  }
+  Store(p.normed + row * p.hidden + c, count, wide, value);
+}
+
+constexpr int kHeld = 2;  // chunks of a row that a thread keeps
+
+// One block a row: what a thread added up stays in its registers. Rows of up to 16,384 values; how
+// many threads there are depends on the width alone.
 __global__ void SumAddNormKernel(const SumAddNormParams p, bool wide) {
   const int64_t row = blockIdx.x;
-  bf16* residual = p.residual + row * p.hidden;
-  const int64_t from = (p.first_row + row) * p.hidden;
+  LetNextBegin();
+  WaitForEarlier();
+  const auto column = [&](int i) {
+    return static_cast<int>(threadIdx.x + i * blockDim.x) * kChunk;
+  };
+  float value[kHeld][kChunk];
   double squares = 0;
-  for (int c = threadIdx.x * kChunk; c < p.hidden; c += kThreads * kChunk) {
-    const int count = min(kChunk, p.hidden - c);
-    float sum[kChunk], part[kChunk];
-    Load(p.partial[0] + from + c, count, wide, sum);
-    for (int rank = 1; rank < p.world; ++rank) {
-      Load(p.partial[rank] + from + c, count, wide, part);
 #pragma unroll
-      for (int i = 0; i < kChunk; ++i) sum[i] += part[i];
-    }
-    if (!p.replace) {
-      Load(residual + c, count, wide, part);
-#pragma unroll
-      for (int i = 0; i < kChunk; ++i) sum[i] += part[i];
-    }
-#pragma unroll
-    for (int i = 0; i < kChunk; ++i) {
-      sum[i] = __bfloat162float(__float2bfloat16_rn(sum[i]));
-      squares += static_cast<double>(sum[i]) * sum[i];
-    }
-    Store(residual + c, count, wide, sum);
+  for (int i = 0; i < kHeld; ++i) {
+    if (column(i) < p.hidden) squares += SumColumns(p, row, column(i), wide, value[i]);
   }
   if (p.weight == nullptr) return;
   const float scale = NormScale(BlockSum(squares), p.hidden, p.eps);
-  for (int c = threadIdx.x * kChunk; c < p.hidden; c += kThreads * kChunk) {
-    const int count = min(kChunk, p.hidden - c);
-    float value[kChunk];
-    Load(residual + c, count, wide, value);
 #pragma unroll
-    for (int i = 0; i < kChunk; ++i) {
-      if (i < count) value[i] = value[i] * scale * p.weight[c + i];
-    }
-    Store(p.normed + row * p.hidden + c, count, wide, value);
+  for (int i = 0; i < kHeld; ++i) {
+    if (column(i) < p.hidden) NormColumns(p, row, column(i), wide, scale, value[i]);
   }
 }
 
-// One block a row of y.
-__global__ void RmsNormKernel(const RmsNormParams p, bool wide) {
+// Wider rows: a thread sees the same columns in both passes, so it reads back what it wrote.
+__global__ void SumAddNormWideKernel(const SumAddNormParams p, bool wide) {
+  const int64_t row = blockIdx.x;
+  LetNextBegin();
+  WaitForEarlier();
+  double squares = 0;
+  float value[kChunk];
+  const int first = static_cast<int>(threadIdx.x) * kChunk;
+  for (int c = first; c < p.hidden; c += kThreads * kChunk)
+    squares += SumColumns(p, row, c, wide, value);
+  if (p.weight == nullptr) return;
+  const float scale = NormScale(BlockSum(squares), p.hidden, p.eps);
+  for (int c = first; c < p.hidden; c += kThreads * kChunk) {
+    Load(p.residual + row * p.hidden + c, min(kChunk, p.hidden - c), wide, value);
+    NormColumns(p, row, c, wide, scale, value);
+  }
+}
+
+// One block a row of y; blockIdx.y: which of the two.
+__global__ void RmsNormKernel(const RmsNormParams first, const RmsNormParams second, bool wide) {
+  const RmsNormParams& p = blockIdx.y == 0 ? first : second;
   const int64_t i = blockIdx.x;
+  LetNextBegin();
+  WaitForEarlier();
+  if (i >= p.num_rows) return;
   const int row = p.rows == nullptr ? static_cast<int>(i) : p.rows[i] - p.first_row;
   bf16* y = p.y + i * p.y_stride;
   if (row < 0 || row >= p.num_x_rows) {
@@ -137,6 +183,8 @@ __global__ void RmsNormKernel(const RmsNormParams p, bool wide) {
 
 __global__ void EmbedKernel(const EmbedRowsParams p) {
   const int64_t row = blockIdx.x;
+  LetNextBegin();
+  WaitForEarlier();
   const int id = p.ids[row] - p.first_id;
   const bool here = id >= 0 && id < p.num_ids;
   for (int c = threadIdx.x; c < p.hidden; c += kThreads) {
@@ -195,28 +243,52 @@ unsigned Blocks(int64_t count) {
   return static_cast<unsigned>(std::min<int64_t>((count + kThreads - 1) / kThreads, 65536));
 }
 
+bool WideRows(const RmsNormParams& p) {
+  return p.hidden % kChunk == 0 && p.x_stride % kChunk == 0 && p.y_stride % kChunk == 0 &&
+         Aligned(p.x) && Aligned(p.y);
+}
+
 }  // namespace
+
+bool CanLaunchEarly() {
+  static const bool can = [] {  // of the first GPU asked for: those of a machine are alike
+    cudaFuncAttributes attributes{};
+    Check(cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(EmbedKernel)));
+    return attributes.ptxVersion >= 90 && attributes.binaryVersion >= 90;
+  }();
+  return can;
+}
 
 void SumAddNorm(const SumAddNormParams& p, cudaStream_t stream) {
   if (p.num_rows == 0) return;
   bool wide = p.hidden % kChunk == 0 && Aligned(p.residual) && Aligned(p.normed);
   for (int rank = 0; rank < p.world; ++rank) wide = wide && Aligned(p.partial[rank]);
-  SumAddNormKernel<<<static_cast<unsigned>(p.num_rows), kThreads, 0, stream>>>(p, wide);
-  CheckLaunch();
+  const dim3 grid(static_cast<unsigned>(p.num_rows));
+  const int chunks = (p.hidden + kChunk - 1) / kChunk,
+            threads = (chunks + 32 * kHeld - 1) / (32 * kHeld) * 32;
+  if (threads <= 1024) {
+    LaunchEarly(SumAddNormKernel, grid, static_cast<unsigned>(threads), 0, stream, p, wide);
+  } else {
+    LaunchEarly(SumAddNormWideKernel, grid, kThreads, 0, stream, p, wide);
+  }
 }
 
 void RmsNorm(const RmsNormParams& p, cudaStream_t stream) {
   if (p.num_rows == 0) return;
-  const bool wide = p.hidden % kChunk == 0 && p.x_stride % kChunk == 0 &&
-                    p.y_stride % kChunk == 0 && Aligned(p.x) && Aligned(p.y);
-  RmsNormKernel<<<static_cast<unsigned>(p.num_rows), kThreads, 0, stream>>>(p, wide);
-  CheckLaunch();
+  LaunchEarly(RmsNormKernel, dim3(static_cast<unsigned>(p.num_rows)), kThreads, 0, stream, p, p,
+              WideRows(p));
+}
+
+void RmsNormBoth(const RmsNormParams& p, const RmsNormParams& q, cudaStream_t stream) {
+  const int rows = std::max(p.num_rows, q.num_rows);
+  if (rows == 0) return;
+  LaunchEarly(RmsNormKernel, dim3(static_cast<unsigned>(rows), 2), kThreads, 0, stream, p, q,
+              WideRows(p) && WideRows(q));
 }
 
 void EmbedRows(const EmbedRowsParams& p, cudaStream_t stream) {
   if (p.num_rows == 0) return;
-  EmbedKernel<<<static_cast<unsigned>(p.num_rows), kThreads, 0, stream>>>(p);
-  CheckLaunch();
+  LaunchEarly(EmbedKernel, dim3(static_cast<unsigned>(p.num_rows)), kThreads, 0, stream, p);
 }
 
 void SwiGlu(bf16* gate, const bf16* up, int64_t count, cudaStream_t stream) {

@@ -39,6 +39,8 @@ struct RmsNormParams {
   float eps;
 };
 void RmsNorm(const RmsNormParams& params, cudaStream_t stream);
+// Two of them in one launch.
+void RmsNormBoth(const RmsNormParams& first, const RmsNormParams& second, cudaStream_t stream);
 
 // y[t] = table[ids[t] − first_id], 0 where that is outside [0, num_ids).
 struct EmbedRowsParams {

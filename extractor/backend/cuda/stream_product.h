@@ -1,0 +1,61 @@
+// Dense products of few rows (decode): weights stream through the multiprocessors once, bf16, by
+// mma.sync.
+//
+// K is cut into kSegments of whole steps of 32; a segment is summed by the tensor cores in
+// ascending order, the segments as ((0 + 1) + (2 + 3)) + ((4 + 5) + (6 + 7)) in fp32. Neither
+// depends on the number of rows or on the form that runs, so a row has the same bits in any
+// company.
+#pragma once
+
+#include <cuda_bf16.h>
+
+#include <cstdint>
+
+#include "extractor/backend/cuda/gemm.h"
+
+namespace statetap::cuda {
+
+inline constexpr int kSegments = 8;
+
+// y[m][n] = sum over k of x[m][k] · w[n][k], w = rows of `w`, then rows of `w2`.
+// kSwiGlu: y[m][n] = silu(w[n] · x[m]) · (w2[n] · x[m]).
+enum class Epilogue { kBf16, kAdd, kFloat, kSwiGlu };  // kAdd: bf16 y += …
+struct StreamProductParams {
+  const bf16* x;  // [m, k], rows x_stride apart
+  int64_t x_stride;
+  const bf16* w;  // [n, k], rows w_stride apart
+  const bf16* w2 = nullptr;
+  int64_t w_stride;
+  void* y;  // [m, n + n2], rows y_stride apart
+  int64_t y_stride;
+  int m, n, n2 = 0, k;  // kSwiGlu: n2 is not used
+  Epilogue epilogue = Epilogue::kBf16;
+  int batch = 1;
+  int64_t x_batch = 0, w_batch = 0, y_batch = 0;  // elements between batch entries
+};
+
+// Whether shape and alignment suit: K in steps of 32, 16-byte rows.
+bool Streamable(const StreamProductParams& params);
+
+// Room for products whose K several blocks share: partial sums and zeroed counters. One stream at a
+// time.
+class StreamWorkspace {
+ public:
+  StreamWorkspace();
+  float* sums() const { return sums_.as<float>(); }
+  int* arrived() const { return arrived_.as<int>(); }
+
+ private:
+  DeviceBuffer sums_, arrived_;
+};
+
+// REQUIRES: Streamable(params).
+void StreamProduct(const StreamProductParams& params, const StreamWorkspace& workspace,
+                   cudaStream_t stream);
+
+// Two products of as many rows in one launch: kFloat, then kSwiGlu. REQUIRES: both Streamable, no
+// batch.
+void StreamProductBoth(const StreamProductParams& first, const StreamProductParams& second,
+                       const StreamWorkspace& workspace, cudaStream_t stream);
+
+}  // namespace statetap::cuda
