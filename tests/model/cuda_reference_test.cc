@@ -1,7 +1,10 @@
 // The CUDA backend against transformers' fp32 numbers, layer by layer from the reference's own
 // input: top-k routing makes a whole bf16 pass chaotic, one layer is not.
+#include <algorithm>
 #include <cmath>
+#include <map>
 
+#include "extractor/backend/cpu/cpu_backend.h"
 #include "extractor/backend/cuda/rank.h"
 #include "extractor/engine/rank_group.h"
 #include "extractor/model/transformer.h"
@@ -20,11 +23,54 @@ using testing::SourceDir;
 // no better than the stream that it is added to: two roundings of that come on top.
 constexpr double kTolerance = 1e-2;
 constexpr double kStreamRounding = 3e-3;
-// Tokens whose choice of experts was closer than this may go another way in bf16.
+// Tokens whose choice of experts was closer than this may go another way in bf16. So may, now and
+// then, those up to the second bound: they are found by comparing the choices, counted, and left
+// out as well (one of the random models does it at 4.7e-3, and its row is off by 0.4). Above that a
+// choice that differs is a fault.
 constexpr float kClearMargin = 4e-3f;
-// Those with more have certainly gone the reference's way.
 constexpr float kCertainMargin = 1.5e-2f;
 constexpr int kMaxTokens = 4096;
+
+// The experts of each token at each boundary's layer, shared by the ranks: [T, top_k], none in a
+// dense layer.
+using Routes = std::map<int, std::vector<int32_t>>;
+
+bool SameExperts(const Routes& a, const Routes& b, int boundary, size_t token, size_t top_k) {
+  if (!a.contains(boundary)) return true;
+  const auto of = [&](const Routes& routes) {
+    const auto first = routes.at(boundary).begin() + static_cast<int64_t>(token * top_k);
+    std::vector<int32_t> experts(first, first + static_cast<int64_t>(top_k));
+    std::sort(experts.begin(), experts.end());
+    return experts;
+  };
+  return of(a) == of(b);
+}
+
+// Plain fp32 from the reference's input of each layer: which experts it chooses.
+class ForcedCpuBackend final : public cpu::CpuBackend {
+ public:
+  ForcedCpuBackend() : CpuBackend(0, std::make_shared<cpu::SharedGroup>(1), 4) {}
+  std::span<const float> states;  // [boundaries, T, hidden]
+  Routes routes;
+  int calls = 0;
+
+  void ExchangeAddNorm(const Step& step, const ExchangeAddNormParams& p) override {
+    CpuBackend::ExchangeAddNorm(step, p);
+    if (calls++ % 2 != 0) return;
+    const size_t size = static_cast<size_t>(step.num_tokens) * static_cast<size_t>(p.hidden);
+    std::ranges::copy(states.subspan(static_cast<size_t>(calls / 2) * size, size),
+                      static_cast<float*>(p.residual));
+    const std::vector<float> zeros(size, 0);
+    ExchangeAddNormParams nothing = p;
+    nothing.partial = zeros.data();
+    nothing.first = false;
+    CpuBackend::ExchangeAddNorm(step, nothing);
+  }
+  void Route(const Step& step, const RouteParams& p) override {
+    CpuBackend::Route(step, p);
+    routes[calls / 2].assign(p.experts, p.experts + step.num_tokens * p.top_k);
+  }
+};
 
 // Records the stream at each boundary, then puts the reference's in its place.
 class ForcedBackend final : public cuda::CudaBackend {
@@ -33,6 +79,7 @@ class ForcedBackend final : public cuda::CudaBackend {
   struct Boundary {
     std::vector<uint16_t> reference;  // [T, hidden]
     std::vector<uint16_t> ours;       // the same, shared by the ranks
+    std::vector<int32_t> experts;     // [T, top_k]
   };
   std::vector<Boundary>* boundaries = nullptr;
   int calls = 0;
@@ -57,6 +104,16 @@ class ForcedBackend final : public cuda::CudaBackend {
     nothing.first = false;
     CudaBackend::ExchangeAddNorm(step, nothing);
   }
+  void Route(const Step& step, const RouteParams& p) override {
+    CudaBackend::Route(step, p);
+    const auto top_k = static_cast<size_t>(p.top_k);
+    auto* to = (*boundaries)[static_cast<size_t>(calls / 2)].experts.data() +
+               static_cast<size_t>(step.own.begin) * top_k;
+    testing::ExpectCuda(cudaStreamSynchronize(stream()));
+    testing::ExpectCuda(cudaMemcpy(to, p.experts,
+                                   static_cast<size_t>(step.own.count) * top_k * sizeof(int32_t),
+                                   cudaMemcpyDeviceToHost));
+  }
 
  private:
   void* zeros_ = nullptr;
@@ -77,12 +134,12 @@ double Norm(std::span<const double> values) {
 
 struct Tally {
   double worst_stream = 0, worst_delta = 0;
-  int clear = 0, within = 0, unclear = 0;
+  int clear = 0, within = 0, unclear = 0, flipped = 0;
 };
 
 // One row of one layer: `in` and `out` of the reference, ours.
 void CompareRow(const float* in, const float* out, const uint16_t* ours, size_t hidden,
-                float margin, Tally& tally, const std::string& where) {
+                Tally& tally, const std::string& where) {
   std::vector<double> error, delta, stream;
   for (size_t i = 0; i < hidden; ++i) {
     error.push_back(double{Bf16ToFloat(ours[i])} - out[i]);
@@ -91,10 +148,8 @@ void CompareRow(const float* in, const float* out, const uint16_t* ours, size_t 
   }
   const double of_stream = Norm(error) / Norm(stream);
   const double of_delta = std::max(0.0, Norm(error) - kStreamRounding * Norm(stream)) / Norm(delta);
-  if (margin >= kCertainMargin) {
-    EXPECT_LE(of_stream, 2 * kTolerance) << where;
-    EXPECT_LE(of_delta, 2 * kTolerance) << where;
-  }
+  EXPECT_LE(of_stream, 2 * kTolerance) << where;
+  EXPECT_LE(of_delta, 2 * kTolerance) << where;
   tally.within += of_stream <= kTolerance && of_delta <= kTolerance;
   tally.worst_stream = std::max(tally.worst_stream, of_stream);
   tally.worst_delta = std::max(tally.worst_delta, of_delta);
@@ -128,6 +183,14 @@ void Check(const std::filesystem::path& folder, const std::filesystem::path& dat
   }
   RankGroup threads(backends);
 
+  std::vector<std::unique_ptr<Backend>> plain;
+  plain.push_back(std::make_unique<ForcedCpuBackend>());
+  auto& cpu = static_cast<ForcedCpuBackend&>(*plain[0]);
+  ASSERT_OK_AND_ASSIGN(const ParallelLayout alone,
+                       ParallelLayout::Make(config, 1, ExpertLayout::kExpert, index.quantized()));
+  ASSERT_OK_AND_ASSIGN(auto plain_weights, LoadWeights(index, alone, plain, {}));
+  Transformer plain_model(config, alone, cpu, std::move(plain_weights[0]), limits);
+
   const SafetensorsFile file(data);
   const auto hidden = static_cast<size_t>(config.hidden);
   const auto num_boundaries = static_cast<size_t>(config.num_layers) + 1;
@@ -154,6 +217,7 @@ void Check(const std::filesystem::path& folder, const std::filesystem::path& dat
       for (size_t i = 0; i < size; ++i)
         boundaries[b].reference.push_back(FloatToBf16(states[b * size + i]));
       boundaries[b].ours.assign(size, 0xffff);
+      boundaries[b].experts.assign(ids.size() * static_cast<size_t>(config.top_k), -1);
     }
     for (const auto& backend : backends) {
       auto& forced = static_cast<ForcedBackend&>(*backend);
@@ -164,6 +228,13 @@ void Check(const std::filesystem::path& folder, const std::filesystem::path& dat
     ASSERT_OK(threads.RunAll([&](int rank) {
       ranks[static_cast<size_t>(rank)]->Forward(plan, variant.sharded, output);
     }));
+    cpu.states = states;
+    cpu.calls = 0;
+    cpu.routes.clear();
+    plain_model.Forward(plan, /*sharded=*/false, output);
+    Routes ours;
+    for (const auto& [boundary, experts] : cpu.routes)
+      ours[boundary] = boundaries[static_cast<size_t>(boundary)].experts;
     for (size_t b = 0; b < num_boundaries; ++b) {
       for (size_t t = 0; t < ids.size(); ++t) {
         const float margin = clear[b * ids.size() + t];
@@ -172,25 +243,106 @@ void Check(const std::filesystem::path& folder, const std::filesystem::path& dat
           continue;
         }
         const float* out = states.data() + b * size + t * hidden;
+        const std::string where = fmt::format("{} tokens, boundary {}, token {}", ids.size(), b, t);
+        if (!SameExperts(ours, cpu.routes, static_cast<int>(b), t,
+                         static_cast<size_t>(config.top_k))) {
+          EXPECT_LT(margin, kCertainMargin) << where << ": other experts than the reference";
+          ++tally.flipped;
+          continue;
+        }
         CompareRow(b == 0 ? nullptr : out - size, out, boundaries[b].ours.data() + t * hidden,
-                   hidden, margin, tally,
-                   fmt::format("{} tokens, boundary {}, token {}", ids.size(), b, t));
+                   hidden, tally, where);
       }
     }
   }
   fmt::print(
       "{}, {} ranks over {}, {} experts, {}: worst relative error of a layer {:.1e} of the stream, "
-      "{:.1e} "
-      "of "
-      "what it adds; {:.1f} % of {} clear rows within 1e-2; {} with a near tie in the router left "
-      "out ({:.0f} % clear)\n",
+      "{:.1e} of what it adds; {:.1f} % of {} clear rows within 1e-2; {:.0f} % of rows are clear "
+      "({} "
+      "near ties in the router, {} more went another way)\n",
       folder.filename().string(), variant.ranks, group->name(),
       variant.experts == ExpertLayout::kExpert ? "whole" : "sliced",
       variant.sharded ? "sharded" : "replicated", tally.worst_stream, tally.worst_delta,
-      100.0 * tally.within / tally.clear, tally.clear, tally.unclear,
-      100.0 * tally.clear / (tally.clear + tally.unclear));
+      100.0 * tally.within / tally.clear, tally.clear,
+      100.0 * tally.clear / (tally.clear + tally.unclear + tally.flipped), tally.unclear,
+      tally.flipped);
+  EXPECT_LE(tally.flipped, tally.clear / 100);
   EXPECT_GT(tally.clear, tally.unclear);
   EXPECT_GE(tally.within, variant.within * tally.clear);
+}
+
+// A prompt, then decode steps, in graphs and kernel by kernel.
+TEST(CudaGraphTest, AGraphGivesTheBitsOfItsKernels) {
+  SKIP_WITHOUT_GPU();
+  ASSERT_OK_AND_ASSIGN(const CheckpointIndex index,
+                       CheckpointIndex::Open(SourceDir() / "models/tiny-kimi"));
+  const ModelConfig& config = index.config();
+  ASSERT_OK_AND_ASSIGN(const ParallelLayout layout,
+                       ParallelLayout::Make(config, 1, ExpertLayout::kExpert, index.quantized()));
+  ModelLimits limits{};
+  limits.max_tokens = 64;
+  limits.max_context = 1024;
+  limits.max_logit_rows = 16;
+  limits.num_pages = 64;
+  limits.inner_eps = config.rms_norm_eps;
+  constexpr int kSeqs = 5, kPrompt = 7, kSteps = 6;
+  struct Result {
+    std::vector<int32_t> ids;
+    std::vector<float> scores;
+    std::vector<uint16_t> states;
+    bool operator==(const Result&) const = default;
+  };
+  std::vector<Result> results;
+  for (const bool graphs : {true, false}) {
+    std::vector<std::unique_ptr<Backend>> backends;
+    backends.push_back(std::make_unique<cuda::CudaBackend>(
+        0, 0, std::make_shared<cuda::PeerGroup>(1), CudaOptions{}));
+    auto& backend = static_cast<cuda::CudaBackend&>(*backends[0]);
+    backend.UseGraphs(graphs);
+    ASSERT_OK_AND_ASSIGN(auto weights, LoadWeights(index, layout, backends, {}));
+    Transformer model(config, layout, backend, std::move(weights[0]), limits);
+    // One boundary straight into pinned memory, the other by way of the backend's own.
+    const size_t size = 64 * static_cast<size_t>(config.hidden);
+    std::vector<uint16_t> states(size);
+    StepOutput output;
+    output.states = {std::span(static_cast<uint16_t*>(backend.AllocateHost(size * 2)), size),
+                     std::span(states)};
+    output.ids.resize(64);
+    output.logprobs.resize(64);
+    output.entropies.resize(64);
+    Result& result = results.emplace_back();
+    int replays = 0;
+    for (int step = 0; step < kSteps; ++step) {
+      StepPlan plan;
+      plan.num_seqs = kSeqs;
+      plan.pages_per_seq = 3;
+      plan.boundaries = {1, config.num_layers};
+      const int rows = step == 0 ? kPrompt : 1;
+      for (int s = 0; s < kSeqs; ++s) {
+        for (int page = 0; page < 3; ++page) plan.page_table.push_back(page * kSeqs + s);
+        plan.decodes.push_back(step > 0);
+        for (int t = 0; t < rows; ++t) {
+          plan.ids.push_back(step == 0 ? 11 * s + t : output.ids[static_cast<size_t>(s)]);
+          plan.positions.push_back(step == 0 ? t : kPrompt + step - 1);
+          plan.sequence.push_back(s);
+        }
+        plan.logit_rows.push_back(plan.num_tokens() - 1);
+        plan.draws.push_back({1, s % 2 == 0 ? 0.9 : 1.0, 3, static_cast<uint64_t>(s), step, -1});
+      }
+      model.Forward(plan, /*sharded=*/false, output);
+      replays += backend.replays();
+      result.ids.insert(result.ids.end(), output.ids.begin(), output.ids.begin() + kSeqs);
+      for (const auto& scores : {output.logprobs, output.entropies})
+        result.scores.insert(result.scores.end(), scores.begin(), scores.begin() + kSeqs);
+      for (const auto& boundary : output.states) {
+        result.states.insert(result.states.end(), boundary.begin(),
+                             boundary.begin() + int64_t{plan.num_tokens()} * config.hidden);
+      }
+    }
+    // Behind the prompt one step by its kernels, one recorded.
+    EXPECT_EQ(replays, graphs ? kSteps - 3 : 0);
+  }
+  EXPECT_TRUE(results[0] == results[1]);
 }
 
 class CudaRanksTest : public ::testing::TestWithParam<std::tuple<int, ExpertLayout, bool>> {};
