@@ -1,16 +1,22 @@
 // One rank of eight of Kimi-K2.5 at full size on one GPU: all 61 layers, random INT4 experts and
 // bf16 weights made on the device, real routing, the real layer loop. Communication is left out:
 // the rank norms its own rows, the rows of the others stay as they are, and their choice of experts
-// is its own, repeated. Rates are node equivalents: the tokens of a step over the rank's time for
-// it.
+// is its own, repeated; tokens are drawn from the whole vocabulary, seven eighths of whose logits
+// are random. Rates are node equivalents: the tokens of a step over the rank's time for it.
+//
+// Routing: `uniform`; `zipf`, expert i of the order of popularity chosen 1/i as often as the first;
+// `hot`, one expert of this rank chosen four times as often as the others. Skew is made by the
+// router's bias, so that the router does its real work.
 //
 //   rank_bench [--layers N] [--experts expert|tensor] [--kernels auto|portable|hopper]
-//              [--prefill 8192,…] [--decode 1,16,…] [--context 2048,…] [--repeats N]
+//              [--routing uniform,zipf,hot] [--prefill 8192,…] [--decode 1,16,…]
+//              [--context 2048,…] [--repeats N] [--graphs on|off]
 #include <algorithm>
 #include <chrono>
 #include <cmath>
 #include <cstring>
 #include <map>
+#include <random>
 #include <string>
 
 #include "bench/random_fill.h"
@@ -55,11 +61,31 @@ class LoneRank final : public cuda::CudaBackend {
   LoneRank(const std::shared_ptr<cuda::PeerGroup>& group, const CudaOptions& options)
       : CudaBackend(0, 0, group, options) {}
 
+  // Nobody times zeros.
+  void FillCache() {
+    FillNormal(cache().as<cuda::bf16>(), static_cast<int64_t>(cache().size() / sizeof(cuda::bf16)),
+               1, 77);
+  }
+  // As many logits as all ranks have, random ones for now.
+  void MakeLogits(int max_rows, int vocab_per_rank) {
+    const int64_t count = int64_t{kWorld} * max_rows * vocab_per_rank;
+    std::vector<float> values(static_cast<size_t>(vocab_per_rank));
+    std::mt19937 engine(5);
+    std::normal_distribution<float> normal;
+    logits_ = cuda::DeviceBuffer(static_cast<size_t>(count) * sizeof(float));
+    for (int row = 0; row < kWorld * max_rows; ++row) {
+      for (float& value : values) value = normal(engine);
+      cuda::CopyIn(logits_.as<float>() + int64_t{row} * vocab_per_rank, values.data(),
+                   values.size() * sizeof(float));
+    }
+  }
+
   bool timed = false;
   std::map<std::string, double> milliseconds;  // by op, of all timed steps
 
   Step Begin(const StepPlan& plan, bool sharded) override {
     Step step = CudaBackend::Begin(plan, sharded);
+    sharded_ = sharded;
     if (sharded) {
       step.sharded = true;
       step.own = ShardOfRows(step.num_tokens, kRank, kWorld);
@@ -101,9 +127,16 @@ class LoneRank final : public cuda::CudaBackend {
     Timed("capture", [&] { CudaBackend::Capture(s, p); });
   }
   void Sample(const Step& s, const SampleParams& p) override {
-    SampleParams own = p;
-    own.vocab = p.vocab_per_rank;  // the other ranks' logits are not here
-    Timed("head and sampling", [&] { CudaBackend::Sample(s, own); });
+    Timed("head and draw", [&] { CudaBackend::Sample(s, p); });
+  }
+  const float* AllLogits(const float* own, int count, int vocab_per_rank) override {
+    const auto block = static_cast<size_t>(count) * static_cast<size_t>(vocab_per_rank);
+    // Of a sharded step most rows are other ranks', and zero here.
+    if (!sharded_) {
+      cuda::Check(cudaMemcpyAsync(logits_.as<float>() + kRank * block, own, block * sizeof(float),
+                                  cudaMemcpyDeviceToDevice, stream()));
+    }
+    return logits_.as<float>();
   }
   void Finish() override {
     CudaBackend::Finish();
@@ -129,18 +162,22 @@ class LoneRank final : public cuda::CudaBackend {
       event = free_.back();
       free_.pop_back();
     }
-    cuda::Check(cudaEventRecord(event, stream()));
+    // In a graph, a node of its own.
+    cuda::Check(cudaEventRecordWithFlags(
+        event, stream(), records() ? cudaEventRecordExternal : cudaEventRecordDefault));
     return event;
   }
   template <typename Op>
   void Timed(const char* name, const Op& op) {
-    if (!timed) return op();
+    if (!timed || replays()) return op();
     const cudaEvent_t first = Mark();
     op();
     spans_.push_back({name, first, Mark()});
   }
   std::vector<Span> spans_;
   std::vector<cudaEvent_t> free_;
+  cuda::DeviceBuffer logits_;
+  bool sharded_ = false;
 };
 
 WeightPtr RandomMatrix(Backend& backend, int64_t rows, int64_t cols, float scale = 1) {
@@ -197,13 +234,54 @@ ModelWeights RandomWeights(Backend& backend, const ModelConfig& c, const Paralle
   return w;
 }
 
+enum class Routing { kUniform, kZipf, kHot };
+constexpr const char* kRoutingNames[] = {"uniform", "zipf", "hot"};
+
+// How often each expert is to be chosen, of a token's top_k.
+std::vector<double> Popularity(const ModelConfig& c, Routing routing) {
+  std::vector<double> chosen(static_cast<size_t>(c.num_experts), 1.0);
+  if (routing == Routing::kHot) chosen[static_cast<size_t>(c.num_experts / kWorld * kRank)] = 4;
+  if (routing == Routing::kZipf) {
+    // Popular ones spread over the ranks.
+    for (int e = 0; e < c.num_experts; ++e)
+      chosen[static_cast<size_t>(e * 49 % c.num_experts)] = 1.0 / (e + 1);
+  }
+  double sum = 0;
+  for (const double weight : chosen) sum += weight;
+  for (double& weight : chosen) weight = std::min(0.9, weight * c.top_k / sum);
+  return chosen;
+}
+
+// Logits are normal, so an expert's score passes the threshold of `chosen` on average with this.
+std::vector<float> BiasFor(const std::vector<double>& chosen, int top_k) {
+  const auto quantile = [](double p) {  // of the normal distribution, from above
+    double low = -9, high = 9;
+    for (int i = 0; i < 60; ++i) {
+      const double middle = (low + high) / 2;
+      (std::erfc(middle / std::sqrt(2.0)) / 2 > p ? low : high) = middle;
+    }
+    return low;
+  };
+  const auto score = [](double logit) { return 1 / (1 + std::exp(-logit)); };
+  const double threshold = score(quantile(static_cast<double>(top_k) / chosen.size()));
+  std::vector<float> bias;
+  for (const double p : chosen) bias.push_back(static_cast<float>(threshold - score(quantile(p))));
+  return bias;
+}
+
 struct Options {
   int layers = 61;
   ExpertLayout experts = ExpertLayout::kExpert;
   CudaOptions cuda;
   std::vector<int> prefill = {8192, 16384}, decode = {1, 16, 64, 256}, context = {2048};
+  std::vector<Routing> routing = {Routing::kUniform};
+  bool graphs = true;
   int repeats = 5;
 };
+
+int Largest(const std::vector<int>& numbers) {
+  return numbers.empty() ? 0 : *std::max_element(numbers.begin(), numbers.end());
+}
 
 class Bench {
  public:
@@ -212,10 +290,16 @@ class Bench {
         config_(KimiK25(options.layers)),
         layout_(*ParallelLayout::Make(config_, kWorld, options.experts, true)),
         backend_(std::make_shared<cuda::PeerGroup>(1), options.cuda) {
+    const double before = Used();
     ModelWeights weights = RandomWeights(backend_, config_, layout_);
+    const double weights_bytes = Used() - before;
+    for (const LayerWeights& layer : weights.layers) {
+      if (layer.router_bias != nullptr)
+        biases_.push_back(const_cast<float*>(cuda::AsMatrix(*layer.router_bias).vector()));
+    }
+    backend_.UseGraphs(options.graphs);
     ModelLimits limits;
-    limits.max_tokens =
-        std::max(512, *std::max_element(options.prefill.begin(), options.prefill.end()));
+    limits.max_tokens = std::max({512, Largest(options.prefill), Largest(options.decode)});
     limits.max_context = 65536;
     limits.max_logit_rows = 64;
     limits.num_pages = kPages;
@@ -225,12 +309,29 @@ class Bench {
     output_.logprobs.resize(output_.ids.size());
     output_.entropies.resize(output_.ids.size());
     max_tokens_ = limits.max_tokens;
-    size_t free, total;
-    cuda::Check(cudaMemGetInfo(&free, &total));
+    backend_.FillCache();
+    backend_.MakeLogits(limits.max_logit_rows, layout_.vocab_per_rank());
+    const auto cache =
+        static_cast<double>(Transformer::PageBytes(config_, backend_.activation_bytes()) * kPages);
     std::printf(
-        "one rank of %d, communication excluded: %d layers, %s layout; %.1f of %.1f GB in use\n",
+        "one rank of %d, communication excluded: %d layers, %s layout, %s kernels, graphs %s\n"
+        "memory, GB: weights %.1f, cache %.1f (%d tokens), scratch for %d tokens and the rest "
+        "%.1f\n",
         kWorld, config_.num_layers, options.experts == ExpertLayout::kExpert ? "expert" : "tensor",
-        static_cast<double>(total - free) / 1e9, static_cast<double>(total) / 1e9);
+        options.cuda.kernels == CudaOptions::Kernels::kPortable ? "portable" : "hopper",
+        options.graphs ? "on" : "off", weights_bytes / 1e9, cache / 1e9, kPages * kPageTokens,
+        max_tokens_, (Used() - before - weights_bytes - cache) / 1e9);
+  }
+
+  void Route(Routing routing) {
+    const std::vector<double> chosen = Popularity(config_, routing);
+    const std::vector<float> bias = BiasFor(chosen, config_.top_k);
+    for (float* layer : biases_) cuda::CopyIn(layer, bias.data(), bias.size() * sizeof(float));
+    double here = 0;
+    const std::vector<int32_t> slots = layout_.SlotsOf(1, kRank);
+    for (size_t e = 0; e < chosen.size(); ++e) here += slots[e] >= 0 ? chosen[e] : 0;
+    std::printf("\n%s routing: %.2f of a token's %d experts here on average\n",
+                kRoutingNames[static_cast<int>(routing)], here, config_.top_k);
   }
 
   // Samples of kSampleTokens, packed.
@@ -244,16 +345,16 @@ class Bench {
       AddToken(plan, t % kSampleTokens, t / kSampleTokens);
       if (t % kSampleTokens == kSampleTokens - 1) AddLogit(plan, t);
     }
-    if (capture)
-      plan.boundaries = {2, config_.num_layers / 2, config_.num_layers - 3, config_.num_layers};
+    if (capture) plan.boundaries = CapturedBoundaries();
     const double ms = Run(plan);
     std::printf("prefill %6d tokens%s: %8.2f ms, %7.0f tok/s node equivalent\n", tokens,
                 capture ? " with capture" : "             ", ms, tokens / ms * 1e3);
-    std::fflush(stdout);
+    PrintOps();
   }
 
-  void Decode(int batch, int context) {
+  void Decode(int batch, int context, bool capture) {
     StepPlan plan;
+    if (capture) plan.boundaries = CapturedBoundaries();
     plan.num_seqs = batch;
     plan.pages_per_seq = (context + kPageTokens - 1) / kPageTokens;
     for (int page = 0; page < plan.num_seqs * plan.pages_per_seq; ++page)
@@ -264,9 +365,9 @@ class Bench {
       AddLogit(plan, t);
     }
     const double ms = Run(plan);
-    std::printf("decode batch %4d context %6d: %7.2f ms a step, %7.0f tok/s\n", batch, context, ms,
-                batch / ms * 1e3);
-    std::fflush(stdout);
+    std::printf("decode batch %4d context %6d%s: %7.2f ms a step, %7.0f tok/s\n", batch, context,
+                capture ? " with capture" : "             ", ms, batch / ms * 1e3);
+    PrintOps();
   }
 
  private:
@@ -300,14 +401,34 @@ class Bench {
       if (i >= 2) times.push_back(took.count());
     }
     std::sort(times.begin(), times.end());
+    // The second time may be as a graph; its events are nodes of it.
+    backend_.ForgetGraphs();
     backend_.timed = true;
-    backend_.milliseconds.clear();
-    model_->Forward(plan, sharded, output_);
+    for (int i = 0; i < 2; ++i) {
+      backend_.milliseconds.clear();
+      model_->Forward(plan, sharded, output_);
+    }
     backend_.timed = false;
-    std::printf("  ms:");
-    for (const auto& [name, ms] : backend_.milliseconds) std::printf(" %s %.2f,", name.c_str(), ms);
-    std::printf("\n");
+    backend_.ForgetGraphs();
     return times[times.size() / 2];
+  }
+  void PrintOps() const {
+    double sum = 0;
+    std::printf("    ");
+    for (const auto& [name, ms] : backend_.milliseconds) {
+      std::printf("%s %.2f  ", name.c_str(), ms);
+      sum += ms;
+    }
+    std::printf("(timed op by op: %.2f)\n", sum);
+    std::fflush(stdout);
+  }
+  std::vector<int> CapturedBoundaries() const {
+    return {2, config_.num_layers / 2, config_.num_layers - 3, config_.num_layers};
+  }
+  static double Used() {
+    size_t free, total;
+    cuda::Check(cudaMemGetInfo(&free, &total));
+    return static_cast<double>(total - free);
   }
 
   const Options options_;
@@ -317,6 +438,7 @@ class Bench {
   std::unique_ptr<Transformer> model_;
   StepOutput output_;
   int max_tokens_ = 0;
+  std::vector<float*> biases_;  // of the routers
 };
 
 // What this very machine gives in this run: cuBLASLt at 8192³ in bursts, and a device copy.
@@ -380,16 +502,26 @@ int Main(int argc, char** argv) {
     if (name == "--prefill") options.prefill = Numbers(argv[i + 1]);
     if (name == "--decode") options.decode = Numbers(argv[i + 1]);
     if (name == "--context") options.context = Numbers(argv[i + 1]);
+    if (name == "--graphs") options.graphs = value == "on";
+    if (name == "--routing") {
+      options.routing.clear();
+      for (int r = 0; r < 3; ++r) {
+        if (value.find(kRoutingNames[r]) != std::string::npos)
+          options.routing.push_back(static_cast<Routing>(r));
+      }
+    }
   }
   cuda::Check(cudaSetDevice(0));
   Ceilings();
   Bench bench(options);
-  for (const int tokens : options.prefill) {
-    bench.Prefill(tokens, /*capture=*/false);
-    bench.Prefill(tokens, /*capture=*/true);
-  }
-  for (const int context : options.context) {
-    for (const int batch : options.decode) bench.Decode(batch, context);
+  for (const Routing routing : options.routing) {
+    bench.Route(routing);
+    for (const bool capture : {false, true}) {
+      for (const int tokens : options.prefill) bench.Prefill(tokens, capture);
+      for (const int context : options.context) {
+        for (const int batch : options.decode) bench.Decode(batch, context, capture);
+      }
+    }
   }
   return 0;
 }
