@@ -356,11 +356,7 @@ class FaultsTest(unittest.TestCase):
         lines = [{"id": f"s{i}", "input_ids": [10 + i, 20, 300 if i == 3 else 30, 40]} for i in range(10)]
         server.cli("submit", write_lines("poison.jsonl", lines), "--name", "poison", "--wait", expect=3)
         (rejected,) = server.json("rejected", "poison")["rejected"]
-        self.assertEqual((rejected["id"], rejected["reason"], rejected["layer"]), ("s3", "non_finite", 2))
-        if BACKEND == "cpu":
-            self.assertEqual(rejected["token"], 2)
-        else:  # a block of keys is one product: what is not finite in it meets the rows before it as 0 * inf
-            self.assertLessEqual(rejected["token"], 2)
+        self.assertEqual((rejected["id"], rejected["reason"], rejected["layer"], rejected["token"]), ("s3", "non_finite", 2, 2))
         stored = read_shards(server.json("show", "poison")["shards_path"])
         self.assertEqual(set(stored), {f"s{i}" for i in range(10)} - {"s3"})
         for sample in stored.values():
