@@ -141,12 +141,16 @@ __host__ __device__ constexpr int PaddedLatent(int latent_dim) {
 }
 
 constexpr int kScoreStride = kKeys + 4, kWeightStride = kKeys + kPad;
+// The queries' place is free once they are in registers: scores by slice, softmax weights and
+// rescales follow there.
+constexpr int kSoftmaxBytes =
+    (kSlices * kRows * kScoreStride + kRows) * 4 + kRows * kWeightStride * 2;
+__host__ __device__ constexpr int QueryBytes(int latent_dim) {
+  const int bytes = kRows * (PaddedLatent(latent_dim) + kPad) * 2;
+  return bytes > kSoftmaxBytes ? bytes : kSoftmaxBytes;
+}
 int SharedBytes(int latent_dim, int stages) {
-  const int stride = PaddedLatent(latent_dim) + kPad;
-  return (kRows + stages * kKeys) * stride * 2 +  // queries, keys
-         kSlices * kRows * kScoreStride * 4 +     // scores, by slice
-         kRows * kWeightStride * 2 +              // softmax weights
-         kRows * 4;                               // rescale
+  return QueryBytes(latent_dim) + stages * kKeys * (PaddedLatent(latent_dim) + kPad) * 2;
 }
 
 // The part of a row's keys: at least two pages, in at most kMaxSplits parts.
@@ -194,10 +198,10 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
   extern __shared__ __align__(128) unsigned char shared[];
   const int padded = PaddedLatent(p.latent_dim), stride = padded + kPad;
   auto* queries = reinterpret_cast<bf16*>(shared);
-  bf16* keys = queries + kRows * stride;
-  auto* scores = reinterpret_cast<float*>(keys + stages * kKeys * stride);
-  auto* weights = reinterpret_cast<bf16*>(scores + kSlices * kRows * kScoreStride);
-  auto* rescale = reinterpret_cast<float*>(weights + kRows * kWeightStride);
+  auto* keys = reinterpret_cast<bf16*>(shared + QueryBytes(p.latent_dim));
+  auto* scores = reinterpret_cast<float*>(shared);
+  auto* rescale = scores + kSlices * kRows * kScoreStride;
+  auto* weights = reinterpret_cast<bf16*>(rescale + kRows);
   const int token = static_cast<int>(blockIdx.x), first_head = static_cast<int>(blockIdx.y) * kRows;
   const int heads = min(kRows, p.num_heads - first_head);
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;

@@ -8,15 +8,16 @@
 namespace statetap::cuda {
 namespace {
 
-constexpr size_t kMostKinds = 128;  // a graph takes some megabytes
+constexpr size_t kMostKinds = 32;  // a graph takes some megabytes of the GPU
 
 }  // namespace
 
 int RoundedRows(int rows) {
-  for (const int most : {1, 2, 4, 8, 16, 24, 32, 48, 64}) {
+  for (const int most : {1, 2, 4}) {
     if (rows <= most) return most;
   }
-  return (rows + 31) / 32 * 32;
+  const int step = rows <= 64 ? 8 : rows <= 128 ? 16 : 32;
+  return (rows + step - 1) / step * step;
 }
 
 int RoundedPages(int pages) {
