@@ -68,6 +68,7 @@ absl::Status SetCapture(const JobFlags& flags, v1::JobOptions& options) {
   options.set_name(flags.name);
   options.set_no_final(flags.no_final);
   options.set_priority(flags.priority);
+  options.set_states(flags.states);
   if (!flags.taps.empty()) {
     STATETAP_ASSIGN_OR_RETURN(const std::vector<int> taps, ParseTaps(flags.taps));
     options.mutable_taps()->Assign(taps.begin(), taps.end());
@@ -177,6 +178,10 @@ void AddCaptureFlags(CLI::App& app, JobFlags& flags) {
       ->group("Capture");
   app.add_option("--eval-fraction", flags.eval_fraction,
                  "Share of samples that are marked for evaluation, by a hash of their ids [0]")
+      ->group("Capture");
+  app.add_option("--states", flags.states,
+                 "Keep states as bf16, or as fp8 in half the bytes [bf16]")
+      ->check(CLI::IsMember({"bf16", "fp8"}))
       ->group("Capture");
   app.add_option("--priority", flags.priority,
                  "Jobs of a higher one run first; equals take turns [0]")

@@ -23,6 +23,7 @@ struct JobFlags {
   std::optional<int64_t> max_length;
   std::optional<double> eval_fraction;
   int32_t priority = 0;
+  std::string states;
 };
 
 void AddTextFlags(CLI::App& app, JobFlags& flags);

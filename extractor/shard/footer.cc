@@ -62,7 +62,7 @@ bool TakeDataset(TableReader* table, int64_t hdf5_bytes, BulkDataset* dataset) {
       !table->Take(&type) || !table->Take(&shape.rows) || !table->Take(&shape.width) ||
       !table->Take(&shape.rows_per_chunk))
     return false;
-  if (type > static_cast<uint8_t>(Hdf5Type::kBf16)) return false;
+  if (type > static_cast<uint8_t>(Hdf5Type::kE4m3)) return false;
   shape.type = static_cast<Hdf5Type>(type);
   if (shape.width < 0 || shape.width > kMaxHidden || shape.rows < 0 || shape.rows > hdf5_bytes ||
       shape.rows_per_chunk < 1 || shape.rows_per_chunk > hdf5_bytes / shape.row_bytes())
@@ -158,7 +158,7 @@ absl::StatusOr<ShardFooter> ReadFooter(const File& file) {
                      .structure_digest = trailer.structure_digest};
   TableReader reader(table);
   uint32_t count = 0;
-  bool sound = reader.Take(&count) && count <= kMaxBoundaries + 4;
+  bool sound = reader.Take(&count) && count <= 2 * kMaxBoundaries + 4;
   for (uint32_t i = 0; sound && i < count; ++i)
     sound = TakeDataset(&reader, footer.hdf5_bytes, &footer.datasets.emplace_back());
   bool overlap = false;

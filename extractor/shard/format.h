@@ -23,12 +23,15 @@ inline constexpr std::string_view kTokensGroup = "/tokens";
 inline constexpr std::string_view kSamplesGroup = "/samples";
 inline constexpr std::string_view kStatsGroup = "/stats";
 
+inline constexpr std::string_view kScalesGroup = "/scales";  // fp8 alone
+
 inline constexpr std::string_view kTokenIds = "/tokens/ids";
 inline constexpr std::string_view kTokenLossMask = "/tokens/loss_mask";
 inline constexpr std::string_view kTokenLogprob = "/tokens/logprob";
 inline constexpr std::string_view kTokenEntropy = "/tokens/entropy";
 
 inline std::string StatesPath(int boundary) { return fmt::format("/states/{}", boundary); }
+inline std::string ScalesPath(int boundary) { return fmt::format("/scales/{}", boundary); }
 inline std::string StatsPath(int boundary, std::string_view name) {
   return fmt::format("/stats/{}/{}", boundary, name);
 }

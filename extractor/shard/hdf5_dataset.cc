@@ -203,7 +203,8 @@ absl::StatusOr<Hdf5RowsShape> Hdf5File::RowsShape(std::string_view path) const {
       H5Pget_chunk(found.properties, 2, chunk) != found.dimensions ||
       (found.dimensions == 2 && chunk[1] != extent[1]))
     return Unexpected(path, "another layout", "chunks of whole rows");
-  for (const Hdf5Type type : {Hdf5Type::kU8, Hdf5Type::kI32, Hdf5Type::kF32, Hdf5Type::kBf16}) {
+  for (const Hdf5Type type :
+       {Hdf5Type::kU8, Hdf5Type::kI32, Hdf5Type::kF32, Hdf5Type::kBf16, Hdf5Type::kE4m3}) {
     if (H5Tequal(found.type, TypeId(type)) <= 0) continue;
     return Hdf5RowsShape{.type = type,
                          .rows = static_cast<int64_t>(extent[0]),

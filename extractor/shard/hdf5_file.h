@@ -64,7 +64,7 @@ class FileStorage : public Hdf5Storage {
   int64_t size_;
 };
 
-enum class Hdf5Type : uint8_t { kU8, kI32, kI64, kU64, kF32, kF64, kBf16 };
+enum class Hdf5Type : uint8_t { kU8, kI32, kI64, kU64, kF32, kF64, kBf16, kE4m3 };
 int SizeOf(Hdf5Type type);
 template <typename T>
 struct Hdf5TypeOf;

@@ -14,12 +14,14 @@ std::string Cause() {
   return cause.empty() ? "no cause given" : cause;
 }
 
-// Sign 1, exponent 8, mantissa 7, bias 127: the upper half of a float32.
-Id MakeBf16() {
+// A float of one sign bit, `exponent` and `mantissa` bits.
+Id MakeFloat(size_t exponent, size_t mantissa, size_t bias) {
+  const size_t bits = 1 + exponent + mantissa;
   Id type(H5Tcopy(H5T_IEEE_F32LE), H5Tclose);
-  const bool made = type.ok() && H5Tset_fields(type, 15, 7, 8, 0, 7) >= 0 &&
-                    H5Tset_precision(type, 16) >= 0 && H5Tset_size(type, 2) >= 0 &&
-                    H5Tset_ebias(type, 127) >= 0;
+  const bool made = type.ok() &&
+                    H5Tset_fields(type, bits - 1, mantissa, exponent, 0, mantissa) >= 0 &&
+                    H5Tset_precision(type, bits) >= 0 && H5Tset_size(type, bits / 8) >= 0 &&
+                    H5Tset_ebias(type, bias) >= 0;
   return made ? std::move(type) : Id();
 }
 
@@ -45,7 +47,8 @@ Id TypeId(Hdf5Type type) {
     case Hdf5Type::kU64: return Id(H5Tcopy(H5T_STD_U64LE), H5Tclose);
     case Hdf5Type::kF32: return Id(H5Tcopy(H5T_IEEE_F32LE), H5Tclose);
     case Hdf5Type::kF64: return Id(H5Tcopy(H5T_IEEE_F64LE), H5Tclose);
-    case Hdf5Type::kBf16: return MakeBf16();
+    case Hdf5Type::kBf16: return MakeFloat(8, 7, 127);
+    case Hdf5Type::kE4m3: return MakeFloat(4, 3, 7);
   }
   return {};
 }
@@ -63,7 +66,8 @@ bool IsVariableString(hid_t object_type) {
 
 int SizeOf(Hdf5Type type) {
   switch (type) {
-    case Hdf5Type::kU8: return 1;
+    case Hdf5Type::kU8:
+    case Hdf5Type::kE4m3: return 1;
     case Hdf5Type::kBf16: return 2;
     case Hdf5Type::kI32:
     case Hdf5Type::kF32: return 4;

@@ -8,11 +8,13 @@
 #include "extractor/base/file.h"
 #include "extractor/shard/footer.h"
 #include "extractor/shard/format.h"
+#include "extractor/shard/fp8.h"
 #include "extractor/shard/tables.h"
 
 namespace statetap {
 namespace {
 
+constexpr size_t kTokenColumns = 4;
 constexpr int64_t kVerifyBytes = int64_t{4} << 20;
 
 class Reader : public ShardReader {
@@ -131,8 +133,22 @@ absl::Status Reader::ReadStates(int boundary_index, int64_t first_row,
                                              file_.path().string(), config_.boundaries.size(),
                                              boundary_index));
   }
-  return Named(ReadRows(file_, footer_.datasets[static_cast<size_t>(boundary_index)], first_row,
-                        std::as_writable_bytes(to)));
+  const auto index = static_cast<size_t>(boundary_index);
+  if (config_.dtype == StatesDtype::kBf16)
+    return Named(ReadRows(file_, footer_.datasets[index], first_row, std::as_writable_bytes(to)));
+  const auto hidden = static_cast<size_t>(config_.hidden);
+  std::vector<uint8_t> codes(to.size());
+  std::vector<float> scales(to.size() / hidden);
+  STATETAP_RETURN_IF_ERROR(Named(ReadRows(file_, footer_.datasets[index], first_row,
+                                          std::as_writable_bytes(std::span(codes)))));
+  STATETAP_RETURN_IF_ERROR(
+      Named(ReadRows(file_, footer_.datasets[index + config_.boundaries.size() + kTokenColumns],
+                     first_row, std::as_writable_bytes(std::span(scales)))));
+  for (size_t row = 0; row < scales.size(); ++row) {
+    DecodeFp8Row(std::span(codes).subspan(row * hidden, hidden), scales[row],
+                 to.subspan(row * hidden, hidden));
+  }
+  return absl::OkStatus();
 }
 
 absl::StatusOr<std::vector<BoundaryStatistics>> Reader::ReadStatistics() const {
@@ -142,7 +158,7 @@ absl::StatusOr<std::vector<BoundaryStatistics>> Reader::ReadStatistics() const {
     std::vector<BoundaryStatistics> statistics;
     for (const int boundary : config_.boundaries) {
       STATETAP_ASSIGN_OR_RETURN(BoundaryStatistics of_boundary,
-                                ReadStatisticsOf(hdf5, boundary, config_.hidden));
+                                ReadStatisticsOf(hdf5, boundary, config_));
       statistics.push_back(std::move(of_boundary));
     }
     return statistics;

@@ -17,6 +17,7 @@
 #include "extractor/base/worker_pool.h"
 #include "extractor/shard/footer.h"
 #include "extractor/shard/format.h"
+#include "extractor/shard/fp8.h"
 #include "extractor/shard/sample_check.h"
 #include "extractor/shard/shard_reader.h"
 #include "extractor/shard/tables.h"
@@ -46,7 +47,9 @@ class Writer : public ShardWriter {
                       std::span<const std::span<const uint16_t>> states) override;
   absl::StatusOr<ShardSummary> Commit() override;
   int64_t states_bytes() const override {
-    return rows_ * 2 * config_.hidden * static_cast<int64_t>(config_.boundaries.size());
+    const int64_t row_bytes =
+        config_.dtype == StatesDtype::kFp8 ? config_.hidden + 4 : 2 * config_.hidden;
+    return rows_ * row_bytes * static_cast<int64_t>(config_.boundaries.size());
   }
   int64_t samples() const override { return static_cast<int64_t>(samples_.size()); }
   const std::vector<BoundaryStatistics>& statistics() const override { return statistics_; }
@@ -54,6 +57,13 @@ class Writer : public ShardWriter {
  private:
   absl::Status Store(const SampleRecord& sample, std::span<const std::span<const uint16_t>> states,
                      uint64_t* checksum);
+  struct Encoded {
+    std::vector<uint8_t> codes;
+    std::vector<float> scales;
+    std::vector<uint16_t> decoded;
+    double squared_error = 0;
+  };
+  std::vector<Encoded> Encode(std::span<const std::span<const uint16_t>> states);
   absl::Status Reserve(BulkDataset* dataset, int64_t rows);
   void Run(std::span<const std::function<void()>> tasks, int64_t bytes);
   absl::Status FinishHdf5();
@@ -71,7 +81,7 @@ class Writer : public ShardWriter {
   const Options options_;
   MemoryStorage storage_;  // what HDF5 writes, until Commit
   std::optional<Hdf5File> hdf5_;
-  std::vector<BulkDataset> bulk_;  // states by boundary, then ids, mask, logprobs, entropies
+  std::vector<BulkDataset> bulk_;  // as BulkDatasetsOf
   std::vector<SampleEntry> samples_;
   std::vector<BoundaryStatistics> statistics_;
   WorkerPool threads_{2};
@@ -84,6 +94,7 @@ absl::Status Writer::Begin() {
   STATETAP_ASSIGN_OR_RETURN(hdf5_, Hdf5File::Create(&storage_));
   for (const std::string_view group : {kStatesGroup, kTokensGroup, kSamplesGroup, kStatsGroup})
     STATETAP_RETURN_IF_ERROR(hdf5_->MakeGroup(group));
+  if (config_.dtype == StatesDtype::kFp8) STATETAP_RETURN_IF_ERROR(hdf5_->MakeGroup(kScalesGroup));
   for (const BulkDataset& dataset : bulk_)
     STATETAP_RETURN_IF_ERROR(hdf5_->CreateRows(dataset.path, dataset.shape));
   return absl::OkStatus();
@@ -113,6 +124,28 @@ absl::Status Writer::Append(const SampleRecord& sample,
   return absl::OkStatus();
 }
 
+// To fp8, a boundary on each thread.
+std::vector<Writer::Encoded> Writer::Encode(std::span<const std::span<const uint16_t>> states) {
+  std::vector<Encoded> encoded(states.size());
+  const auto hidden = static_cast<size_t>(config_.hidden);
+  const auto encode = [&](int64_t begin, int64_t end, int) {
+    for (auto i = static_cast<size_t>(begin); i < static_cast<size_t>(end); ++i) {
+      Encoded& to = encoded[i];
+      to.codes.resize(states[i].size());
+      to.decoded.resize(states[i].size());
+      for (size_t at = 0; at < states[i].size(); at += hidden) {
+        const Fp8Row row =
+            EncodeFp8Row(states[i].subspan(at, hidden), std::span(to.codes).subspan(at, hidden),
+                         std::span(to.decoded).subspan(at, hidden));
+        to.scales.push_back(row.scale);
+        to.squared_error += row.squared_error;
+      }
+    }
+  };
+  threads_.ParallelFor(static_cast<int64_t>(states.size()), encode);
+  return encoded;
+}
+
 // HDF5 is asked for space first, by this thread alone. What remains is independent: one write a
 // dataset, statistics a boundary, the checksum.
 absl::Status Writer::Store(const SampleRecord& sample,
@@ -123,11 +156,23 @@ absl::Status Writer::Store(const SampleRecord& sample,
     return std::as_bytes(std::span(values.empty() ? none : values));
   };
   std::vector<std::span<const std::byte>> rows;  // as bulk_
-  for (const auto& of_boundary : states) rows.push_back(std::as_bytes(of_boundary));
+  std::vector<std::span<const uint16_t>> readers_will_see(states.begin(), states.end());
+  std::vector<Encoded> encoded;
+  if (config_.dtype == StatesDtype::kFp8) {
+    encoded = Encode(states);
+    for (size_t i = 0; i < encoded.size(); ++i) {
+      rows.push_back(std::as_bytes(std::span(encoded[i].codes)));
+      readers_will_see[i] = encoded[i].decoded;
+    }
+  } else {
+    for (const auto& of_boundary : states) rows.push_back(std::as_bytes(of_boundary));
+  }
   rows.push_back(std::as_bytes(std::span(sample.input_ids)));
   rows.push_back(std::as_bytes(std::span(sample.loss_mask)));
   rows.push_back(filled(sample.logprobs));
   rows.push_back(filled(sample.entropies));
+  for (const Encoded& of_boundary : encoded)
+    rows.push_back(std::as_bytes(std::span(of_boundary.scales)));
 
   std::vector<absl::Status> statuses(rows.size());
   std::vector<std::function<void()>> tasks;
@@ -140,9 +185,11 @@ absl::Status Writer::Store(const SampleRecord& sample,
     for (size_t i = 0; i < states.size(); ++i)
       tasks.emplace_back([this, i, &states] { statistics_[i].Add(states[i]); });
   }
-  tasks.emplace_back([&] { *checksum = SampleChecksum(sample, states); });
+  tasks.emplace_back([&] { *checksum = SampleChecksum(sample, readers_will_see); });
   Run(tasks, tokens * 2 * config_.hidden * static_cast<int64_t>(states.size()));
   for (const absl::Status& status : statuses) STATETAP_RETURN_IF_ERROR(status);
+  for (size_t i = 0; i < encoded.size(); ++i)
+    statistics_[i].squared_error += encoded[i].squared_error;
   return absl::OkStatus();
 }
 
@@ -210,7 +257,8 @@ absl::Status Writer::FinishHdf5() {
   }
   STATETAP_RETURN_IF_ERROR(WriteSampleTable(&*hdf5_, samples_));
   for (size_t i = 0; i < statistics_.size(); ++i)
-    STATETAP_RETURN_IF_ERROR(WriteStatistics(&*hdf5_, config_.boundaries[i], statistics_[i]));
+    STATETAP_RETURN_IF_ERROR(
+        WriteStatistics(&*hdf5_, config_.boundaries[i], config_.dtype, statistics_[i]));
   STATETAP_RETURN_IF_ERROR(WriteConfig(&*hdf5_, config_));
   return hdf5_->Close();
 }

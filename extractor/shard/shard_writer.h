@@ -31,12 +31,17 @@ struct SampleRecord {
   int64_t source_index = 0;  // place among the job's submitted samples
 };
 
+// How a shard keeps its states. Callers give and get bf16 either way; what kFp8 gives back is
+// rounded (extractor/shard/fp8.h), and so is what checksums are of.
+enum class StatesDtype { kBf16, kFp8 };
+
 // What holds for a whole shard.
 struct ShardConfig {
   std::string job;
   std::string model_name, model_digest, quantization;
   int hidden = 0, layers = 0;
   std::vector<int> boundaries;  // ascending, the final one (== layers) included if stored
+  StatesDtype dtype = StatesDtype::kBf16;
   double rms_norm_eps = 0, inner_eps = 0;
   std::string rope_json;  // the rope parameters as a JSON object
   std::string tokenizer_digest, template_name, template_digest;
@@ -80,7 +85,7 @@ class ShardWriter {
   // Flushes, syncs, reopens and verifies, renames, syncs the folder. FAILED_PRECONDITION for a
   // shard without samples. Ends the writer: later calls are refused.
   virtual absl::StatusOr<ShardSummary> Commit() = 0;
-  virtual int64_t states_bytes() const = 0;  // so far
+  virtual int64_t states_bytes() const = 0;  // so far, as stored
   virtual int64_t samples() const = 0;
   virtual const std::vector<BoundaryStatistics>& statistics() const = 0;  // by boundary
 };

@@ -65,6 +65,7 @@ void BoundaryStatistics::Add(std::span<const uint16_t> rows) {
 void BoundaryStatistics::Merge(const BoundaryStatistics& other) {
   assert(hidden() == other.hidden());
   nonfinite += other.nonfinite;
+  squared_error += other.squared_error;
   if (other.count == 0) return;
   const double total = static_cast<double>(count + other.count);
   const double other_share = static_cast<double>(other.count) / total;
@@ -90,6 +91,13 @@ double BoundaryStatistics::RmsQuantile(double q) const {
   int bin = 0;
   while (bin < kRmsBins - 1 && (seen += row_rms_histogram[bin]) < rank) ++bin;
   return std::exp2((bin + 0.5) / kBinsPerOctave + kLowestOctave);
+}
+
+double BoundaryStatistics::RelativeError() const {
+  double squares = 0;
+  for (size_t c = 0; c < mean.size(); ++c)
+    squares += m2[c] + static_cast<double>(count) * mean[c] * mean[c];
+  return squares == 0 ? 0 : std::sqrt(squared_error / squares);
 }
 
 BoundaryStatistics::Overall BoundaryStatistics::Summary() const {

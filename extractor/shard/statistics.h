@@ -21,6 +21,9 @@ class BoundaryStatistics {
   // everything else.
   void Add(std::span<const uint16_t> rows);
   void Merge(const BoundaryStatistics& other);  // REQUIRES: same hidden
+  // Of the stored states against those that were captured: root of squared_error over the sum of
+  // squares. 0 for bf16.
+  double RelativeError() const;
 
   int hidden() const { return static_cast<int>(mean.size()); }
   double RmsQuantile(double q) const;  // geometric middle of the bin; NaN where count is 0
@@ -34,6 +37,7 @@ class BoundaryStatistics {
   std::array<int64_t, kRmsBins> row_rms_histogram{};
   int64_t zero_rows = 0;
   int64_t nonfinite = 0;
+  double squared_error = 0;  // what rounding to fp8 changed, summed over all values
 };
 
 struct StatisticsAlarm {

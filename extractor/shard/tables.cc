@@ -56,6 +56,7 @@ constexpr ConfigText kConfigTexts[] = {
     {"template_name", &ShardConfig::template_name},
     {"template_digest", &ShardConfig::template_digest},
 };
+constexpr std::string_view kBfloat16 = "bfloat16", kE4m3 = "float8_e4m3";
 constexpr std::string_view kThinking = "thinking", kInstant = "instant";
 
 std::string Now() {
@@ -132,7 +133,8 @@ absl::StatusOr<std::vector<SampleEntry>> ReadSampleTable(const Hdf5File& file, i
   return samples;
 }
 
-absl::Status WriteStatistics(Hdf5File* file, int boundary, const BoundaryStatistics& statistics) {
+absl::Status WriteStatistics(Hdf5File* file, int boundary, StatesDtype dtype,
+                             const BoundaryStatistics& statistics) {
   STATETAP_RETURN_IF_ERROR(file->MakeGroup(fmt::format("/stats/{}", boundary)));
   const auto path = [&](std::string_view name) { return StatsPath(boundary, name); };
   STATETAP_RETURN_IF_ERROR(file->WriteScalar<int64_t>(path("count"), statistics.count));
@@ -143,13 +145,17 @@ absl::Status WriteStatistics(Hdf5File* file, int boundary, const BoundaryStatist
   STATETAP_RETURN_IF_ERROR(file->WriteArray<double>(path("min"), statistics.min));
   STATETAP_RETURN_IF_ERROR(file->WriteArray<double>(path("max"), statistics.max));
   STATETAP_RETURN_IF_ERROR(file->WriteArray<double>(path("abs_max"), statistics.abs_max));
+  if (dtype == StatesDtype::kFp8) {
+    STATETAP_RETURN_IF_ERROR(
+        file->WriteScalar<double>(path("squared_error"), statistics.squared_error));
+  }
   return file->WriteArray<int64_t>(path("row_rms_histogram"), statistics.row_rms_histogram);
 }
 
 absl::StatusOr<BoundaryStatistics> ReadStatisticsOf(const Hdf5File& file, int boundary,
-                                                    int hidden) {
+                                                    const ShardConfig& config) {
   const auto path = [&](std::string_view name) { return StatsPath(boundary, name); };
-  BoundaryStatistics statistics(hidden);
+  BoundaryStatistics statistics(config.hidden);
   STATETAP_ASSIGN_OR_RETURN(statistics.count, file.ReadScalar<int64_t>(path("count")));
   STATETAP_ASSIGN_OR_RETURN(statistics.zero_rows, file.ReadScalar<int64_t>(path("zero_rows")));
   STATETAP_ASSIGN_OR_RETURN(statistics.nonfinite, file.ReadScalar<int64_t>(path("nonfinite")));
@@ -160,6 +166,10 @@ absl::StatusOr<BoundaryStatistics> ReadStatisticsOf(const Hdf5File& file, int bo
   STATETAP_RETURN_IF_ERROR(file.ReadArray<double>(path("abs_max"), statistics.abs_max));
   STATETAP_RETURN_IF_ERROR(
       file.ReadArray<int64_t>(path("row_rms_histogram"), statistics.row_rms_histogram));
+  if (config.dtype == StatesDtype::kFp8) {
+    STATETAP_ASSIGN_OR_RETURN(statistics.squared_error,
+                              file.ReadScalar<double>(path("squared_error")));
+  }
   return statistics;
 }
 
@@ -187,7 +197,8 @@ absl::Status WriteConfig(Hdf5File* file, const ShardConfig& config) {
   STATETAP_RETURN_IF_ERROR(file->SetAttribute("final_norm", std::string_view("pre")));
   STATETAP_RETURN_IF_ERROR(file->SetAttribute("rms_norm_eps", config.rms_norm_eps));
   STATETAP_RETURN_IF_ERROR(file->SetAttribute("inner_eps", config.inner_eps));
-  STATETAP_RETURN_IF_ERROR(file->SetAttribute("dtype", std::string_view("bfloat16")));
+  STATETAP_RETURN_IF_ERROR(
+      file->SetAttribute("dtype", config.dtype == StatesDtype::kFp8 ? kE4m3 : kBfloat16));
   STATETAP_RETURN_IF_ERROR(file->SetAttribute("created", Now()));
   return file->SetAttribute("complete", int64_t{1});
 }
@@ -209,7 +220,8 @@ absl::StatusOr<ShardConfig> ReadConfig(const Hdf5File& file) {
   STATETAP_ASSIGN_OR_RETURN(const std::string mode, file.StringAttribute("template_mode"));
   config.thinking = mode == kThinking;
   STATETAP_ASSIGN_OR_RETURN(const std::string dtype, file.StringAttribute("dtype"));
-  if (dtype != "bfloat16") return Wrong(fmt::format("states of dtype {}", dtype));
+  if (dtype != kBfloat16 && dtype != kE4m3) return Wrong(fmt::format("states of dtype {}", dtype));
+  config.dtype = dtype == kE4m3 ? StatesDtype::kFp8 : StatesDtype::kBf16;
   STATETAP_ASSIGN_OR_RETURN(config.rms_norm_eps, file.DoubleAttribute("rms_norm_eps"));
   STATETAP_ASSIGN_OR_RETURN(config.inner_eps, file.DoubleAttribute("inner_eps"));
   STATETAP_ASSIGN_OR_RETURN(const int64_t hidden, file.IntAttribute("hidden"));
@@ -232,7 +244,8 @@ absl::StatusOr<ShardConfig> ReadConfig(const Hdf5File& file) {
 
 std::vector<BulkDataset> BulkDatasetsOf(const ShardConfig& config, int states_rows_per_chunk) {
   std::vector<BulkDataset> datasets;
-  Hdf5RowsShape states{.type = Hdf5Type::kBf16, .width = config.hidden};
+  const bool fp8 = config.dtype == StatesDtype::kFp8;
+  Hdf5RowsShape states{.type = fp8 ? Hdf5Type::kE4m3 : Hdf5Type::kBf16, .width = config.hidden};
   states.rows_per_chunk = states_rows_per_chunk == 0
                               ? RowsPerChunk(states.row_bytes(), kStatesChunkBytes)
                               : AlignedRows(states.row_bytes(), states_rows_per_chunk);
@@ -246,6 +259,8 @@ std::vector<BulkDataset> BulkDatasetsOf(const ShardConfig& config, int states_ro
   add(kTokenLossMask, Hdf5Type::kU8);
   add(kTokenLogprob, Hdf5Type::kF32);
   add(kTokenEntropy, Hdf5Type::kF32);
+  for (const int boundary : config.boundaries)
+    if (fp8) add(ScalesPath(boundary), Hdf5Type::kF32);
   return datasets;
 }
 

@@ -18,15 +18,18 @@ absl::StatusOr<std::vector<SampleEntry>> ReadSampleTable(const Hdf5File& file, i
                                                          int64_t max_text_bytes);
 
 // "/stats/<boundary>/…".
-absl::Status WriteStatistics(Hdf5File* file, int boundary, const BoundaryStatistics& statistics);
-absl::StatusOr<BoundaryStatistics> ReadStatisticsOf(const Hdf5File& file, int boundary, int hidden);
+absl::Status WriteStatistics(Hdf5File* file, int boundary, StatesDtype dtype,
+                             const BoundaryStatistics& statistics);
+absl::StatusOr<BoundaryStatistics> ReadStatisticsOf(const Hdf5File& file, int boundary,
+                                                    const ShardConfig& config);
 
 // The attributes of the root group that hold a ShardConfig.
 absl::Status WriteConfig(Hdf5File* file, const ShardConfig& config);
 absl::StatusOr<ShardConfig> ReadConfig(const Hdf5File& file);
 
 // The bulk datasets of a shard, without rows: states by boundary, then ids, loss mask, logprobs,
-// entropies. `states_rows_per_chunk` 0 is the default; other values are rounded up to whole 4 KiB.
+// entropies, and for fp8 scales by boundary. `states_rows_per_chunk` 0 is the default; other values
+// are rounded up to whole 4 KiB.
 std::vector<BulkDataset> BulkDatasetsOf(const ShardConfig& config, int states_rows_per_chunk);
 
 }  // namespace statetap

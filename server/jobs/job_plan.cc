@@ -143,6 +143,9 @@ absl::StatusOr<JobPlan> PlanJob(const v1::JobOptions& given, bool generate,
   plan.temperature_given = given.has_temperature();
   STATETAP_RETURN_IF_ERROR(FillLengths(options, model));
   STATETAP_RETURN_IF_ERROR(FillSampling(options, plan.text));
+  if (options.states().empty()) options.set_states("bf16");
+  if (options.states() != "bf16" && options.states() != "fp8")
+    return Invalid("states", fmt::format("\"{}\"", options.states()), "give bf16 or fp8");
   if (options.priority() < -100 || options.priority() > 100)
     return Invalid("priority", options.priority(), "give -100 to 100");
   if (!(options.eval_fraction() >= 0 && options.eval_fraction() < 1))

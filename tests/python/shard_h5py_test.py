@@ -160,5 +160,43 @@ class ShardTest(unittest.TestCase):
         self.assertIn('GROUP "stats"', whole.stdout)
 
 
+class Fp8ShardTest(unittest.TestCase):
+    """The same values in 8 bits: stock h5py decodes them, and so does whoever knows e4m3."""
+
+    @classmethod
+    def setUpClass(cls):
+        cls.folder = tempfile.TemporaryDirectory()
+        path = os.path.join(cls.folder.name, "example.h5")
+        subprocess.run([os.environ["SHARD_EXAMPLE"], path, "fp8"], check=True)
+        cls.file = h5py.File(path, "r")
+
+    @classmethod
+    def tearDownClass(cls):
+        cls.file.close()
+        cls.folder.cleanup()
+
+    def test_codes_times_scales_are_the_states_within_half_a_step(self):
+        self.assertEqual(self.file.attrs["dtype"], "float8_e4m3")
+        for index, boundary in enumerate(BOUNDARIES):
+            dataset, scales = self.file[f"states/{boundary}"], self.file[f"scales/{boundary}"]
+            self.assertEqual(dataset.shape, (ROWS, HIDDEN))
+            self.assertEqual(scales.shape, (ROWS,))
+            self.assertEqual(scales.dtype, np.float32)
+            self.assertTrue((np.log2(scales[:]) % 1 == 0).all())
+            decoded = dataset[:].astype(np.float32) * scales[:][:, None]
+            expected = as_float32(expected_bits(index))
+            np.testing.assert_array_less(abs(decoded - expected), expected / 16 + 1e-30)
+
+            codes = np.empty(dataset.shape, np.uint8)
+            dataset.id.read(h5py.h5s.ALL, h5py.h5s.ALL, codes, dataset.id.get_type())
+            sign, exponent, mantissa = codes >> 7, (codes >> 3 & 15).astype(int), codes & 7
+            magnitude = np.where(exponent == 0, mantissa * 2.0**-9, (8 + mantissa) * 2.0 ** (exponent - 10))
+            np.testing.assert_array_equal(np.where(sign == 1, -magnitude, magnitude) * scales[:][:, None], decoded)
+
+            stats = self.file[f"stats/{boundary}"]
+            error = (decoded.astype(np.float64) - expected) ** 2
+            np.testing.assert_allclose(stats["squared_error"][()], error.sum(), rtol=1e-9)
+
+
 if __name__ == "__main__":
     unittest.main()

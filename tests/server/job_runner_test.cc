@@ -250,6 +250,25 @@ TEST(JobRunnerTest, ASmallJobBesideALargeOneFinishesSoonAndAHigherPriorityFirst)
               StatusIs(absl::StatusCode::kInvalidArgument, "priority: 101"));
 }
 
+TEST(JobRunnerTest, StatesInFp8AreHalfTheBytesAndTheJobSaysSo) {
+  JobHarness harness;
+  harness.Run();
+  v1::JobOptions options = Options();
+  options.set_states("fp8");
+  ASSERT_OK_AND_ASSIGN(const JobRecord submitted, harness.Submit(options, Chats(5)));
+  const JobRecord job = harness.WaitForEnd(submitted);
+  EXPECT_EQ(job.counts.stored, 5);
+  ASSERT_OK_AND_ASSIGN(const auto shards, harness.store->Shards(job.key));
+  ASSERT_OK_AND_ASSIGN(const auto reader,
+                       ShardReader::Open(harness.folders().FromStored(shards[0].path)));
+  EXPECT_EQ(reader->config().dtype, StatesDtype::kFp8);
+  ASSERT_OK_AND_ASSIGN(const auto damaged, reader->Verify());
+  EXPECT_TRUE(damaged.empty());
+  options.set_states("fp4");
+  EXPECT_THAT(harness.Submit(options, Chats(1)),
+              StatusIs(absl::StatusCode::kInvalidArgument, "states: \"fp4\""));
+}
+
 TEST(JobRunnerTest, CancelKeepsWhatIsFinished) {
   JobHarness harness;
   harness.engine->faults.step = std::chrono::milliseconds(1);

@@ -1,5 +1,5 @@
-// Writes the shard that tests/python/shard_h5py_test.py reads: shard_example PATH. Every value
-// follows from a formula that the test repeats.
+// Writes the shard that tests/python/shard_h5py_test.py reads: shard_example PATH [fp8]. Every
+// value follows from a formula that the test repeats.
 #include <cstdio>
 
 #include "extractor/shard/shard_writer.h"
@@ -10,8 +10,9 @@ namespace {
 
 constexpr int kTokens[] = {3, 1, 300, 77};
 
-absl::Status Write(const char* path) {
-  const ShardConfig config = testing::MakeShardConfig(128, {0, 2, 8});
+absl::Status Write(const char* path, StatesDtype dtype) {
+  ShardConfig config = testing::MakeShardConfig(128, {0, 2, 8});
+  config.dtype = dtype;
   STATETAP_ASSIGN_OR_RETURN(const auto writer,
                             ShardWriter::Create(path, config, {.rows_per_chunk = 32}));
   int row = 0;
@@ -50,8 +51,9 @@ absl::Status Write(const char* path) {
 }  // namespace statetap
 
 int main(int argc, char** argv) {
-  if (argc != 2) return std::fputs("usage: shard_example PATH\n", stderr), 2;
-  const absl::Status status = statetap::Write(argv[1]);
+  if (argc < 2) return std::fputs("usage: shard_example PATH [fp8]\n", stderr), 2;
+  const absl::Status status = statetap::Write(
+      argv[1], argc > 2 ? statetap::StatesDtype::kFp8 : statetap::StatesDtype::kBf16);
   if (!status.ok()) std::fprintf(stderr, "%s\n", status.ToString().c_str());
   return status.ok() ? 0 : 1;
 }

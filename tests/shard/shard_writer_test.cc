@@ -9,6 +9,7 @@
 #include <thread>
 
 #include "extractor/shard/bulk.h"
+#include "extractor/shard/fp8.h"
 #include "extractor/shard/shard_reader.h"
 #include "tests/shard/sample_maker.h"
 #include "tests/support/temp_dir.h"
@@ -182,6 +183,63 @@ TEST(ShardWriterTest, AbsentLogprobsAreStoredAsNan) {
   EXPECT_THAT(record.entropies, ::testing::Each(::testing::IsNan()));
   ASSERT_OK_AND_ASSIGN(const auto damaged, reader->Verify());
   EXPECT_THAT(damaged, IsEmpty());
+}
+
+TEST(ShardWriterTest, Fp8StatesComeBackRoundedAndSayByHowMuch) {
+  const TempDir folder;
+  for (const int hidden : {1, 100, 128, 7168}) {
+    ShardConfig config = MakeShardConfig(hidden, {0, 2, 8});
+    config.dtype = StatesDtype::kFp8;
+    std::vector<TestSample> samples;
+    for (const int tokens : {1, 17, 300}) {
+      samples.push_back(MakeSample(config, tokens, static_cast<uint32_t>(samples.size() + 1)));
+      for (size_t c = 0; c < static_cast<size_t>(hidden); ++c) samples.back().states[1][c] = 0;
+    }
+    const std::string name = fmt::format("{}.h5", hidden);
+    ASSERT_OK_AND_ASSIGN(
+        const ShardSummary summary,
+        WriteShard(folder / name, config, samples, {.read_back = ShardWriter::ReadBack::kAll}));
+    ASSERT_OK_AND_ASSIGN(const auto reader, ShardReader::Open(folder / name));
+    EXPECT_EQ(reader->config().dtype, StatesDtype::kFp8);
+    EXPECT_EQ(reader->digest(), summary.digest);
+    std::vector<double> error(3), squares(3);
+    for (size_t i = 0; i < samples.size(); ++i) {
+      TestSample rounded = samples[i];
+      for (size_t b = 0; b < 3; ++b) {
+        for (size_t at = 0; at < rounded.states[b].size(); at += static_cast<size_t>(hidden)) {
+          const auto row = std::span(rounded.states[b]).subspan(at, static_cast<size_t>(hidden));
+          std::vector<uint8_t> codes(row.size());
+          EncodeFp8Row(row, codes, row);
+        }
+        for (size_t at = 0; at < rounded.states[b].size(); ++at) {
+          const double was = double{Bf16ToFloat(samples[i].states[b][at])};
+          const double is = double{Bf16ToFloat(rounded.states[b][at])};
+          error[b] += (was - is) * (was - is);
+          squares[b] += was * was;
+        }
+      }
+      ExpectSame(*reader, static_cast<int64_t>(i), rounded);  // its checksum too
+    }
+    ASSERT_OK_AND_ASSIGN(const auto damaged, reader->Verify());
+    EXPECT_THAT(damaged, IsEmpty());
+    ASSERT_OK_AND_ASSIGN(const auto statistics, reader->ReadStatistics());
+    for (size_t b = 0; b < 3; ++b) {
+      const double relative = std::sqrt(error[b] / squares[b]);
+      EXPECT_NEAR(statistics[b].RelativeError(), relative, 1e-9 * relative);
+      EXPECT_LT(relative, 0.04);  // half a step of 1/8, over values spread in a binade: 0.026
+    }
+    // A copy of what was read is the same to the last bit of what readers see.
+    std::vector<TestSample> copies = samples;
+    for (size_t i = 0; i < copies.size(); ++i) {
+      for (size_t b = 0; b < 3; ++b) {
+        ASSERT_OK(reader->ReadStates(static_cast<int>(b), reader->samples()[i].first_row,
+                                     copies[i].states[b]));
+      }
+    }
+    ASSERT_OK_AND_ASSIGN(const ShardSummary copied,
+                         WriteShard(folder / ("copy-" + name), config, copies));
+    EXPECT_EQ(copied.digest, summary.digest);
+  }
 }
 
 TEST(ShardWriterTest, StatisticsComeBackToTheLastBit) {
