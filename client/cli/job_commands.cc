@@ -82,6 +82,21 @@ absl::StatusOr<int> Retry(Context& context, const std::string& job) {
   return kExitDone;
 }
 
+absl::StatusOr<int> Evict(Context& context, const std::string& job) {
+  STATETAP_ASSIGN_OR_RETURN(Client* const client, context.client());
+  STATETAP_ASSIGN_OR_RETURN(const v1::EvictJobResponse answer, client->EvictJob(job));
+  if (context.json) {
+    context.PrintJson(JsonOf(answer));
+    return kExitDone;
+  }
+  context.out << fmt::format(
+      "{} given back; ids, masks, log-probabilities and statistics of {} "
+      "samples are kept\n",
+      FormatBytes(answer.bytes()), FormatCount(answer.job().counts().evicted()));
+  context.Say(fmt::format("capture again with `statetap submit --from {}`", job));
+  return kExitDone;
+}
+
 absl::StatusOr<int> Delete(Context& context, const std::string& job, bool yes) {
   STATETAP_ASSIGN_OR_RETURN(Client* const client, context.client());
   if (!yes) {
@@ -160,6 +175,9 @@ std::vector<Command> JobCommands() {
                  Control<&Client::CancelJob>),
       JobCommand("retry", "Runs a job's rejected samples again",
                  "Example:\n  statetap rejected JOB && statetap retry JOB", Retry),
+      JobCommand(
+          "evict", "Drops a job's states and keeps its tokens; `submit --from` captures again",
+          "Example:\n  statetap evict JOB && statetap submit --from JOB --taps 1,4,6", Evict),
       remove};
 }
 

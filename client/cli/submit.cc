@@ -1,11 +1,13 @@
 // submit: validate, upload, perhaps wait.
 #include <algorithm>
+#include <random>
 
 #include "client/cli/commands.h"
 #include "client/cli/input_faults.h"
 #include "client/cli/job_flags.h"
 #include "client/cli/job_text.h"
 #include "client/cli/text_width.h"
+#include "client/lib/feature_receiver.h"
 #include "client/lib/proto_json.h"
 #include "extractor/base/json.h"
 
@@ -14,6 +16,7 @@ namespace {
 
 struct SubmitFlags {
   std::vector<std::string> files;
+  std::string from;
   JobFlags job;
   std::string max_rejected = "0";
   bool wait = false, skip_bad = false, dry_run = false;
@@ -87,6 +90,48 @@ class Upload {
   bool skip_bad_;
 };
 
+// The tokens of a job's stored samples, excluded ones left out, as samples of a prefill job.
+absl::StatusOr<v1::Job> CaptureAgain(Context& context, Client& client, const std::string& from,
+                                     v1::JobOptions options) {
+  if (options.mode() == v1::JOB_MODE_GENERATE)
+    return absl::InvalidArgumentError(
+        "--mode generate: --from captures tokens that are there; to answer the prompts again, "
+        "submit their file again");
+  STATETAP_ASSIGN_OR_RETURN(const v1::Job source, client.GetJob(from));
+  if (source.counts().stored() == source.counts().excluded())
+    return absl::FailedPreconditionError(
+        fmt::format("job {} has no stored samples to take tokens from", source.id()));
+  options.set_mode(v1::JOB_MODE_PREFILL);
+  if (options.name().empty()) options.set_name(source.name() + " again");
+  if (options.max_length() == 0) options.set_max_length(source.options().max_length());
+  if (options.template_().empty()) options.set_template_("none");
+  v1::StreamStart start;
+  start.set_job(source.id());
+  start.set_group(fmt::format("submit-from-{:08x}", std::random_device()()));
+  start.add_boundaries(-1);
+  const auto progress = context.MakeProgress();
+  const int64_t total = source.counts().stored() - source.counts().excluded();
+  return client.CreateJob(options, [&](const Client::SendBatch& send) -> absl::Status {
+    STATETAP_ASSIGN_OR_RETURN(const auto receiver, FeatureReceiver::Open(client, start, {}));
+    SampleBatcher batcher(send);
+    for (int64_t sent = 0;;) {
+      STATETAP_ASSIGN_OR_RETURN(const std::optional<ReceivedSample> received, receiver->Next());
+      if (!received) return batcher.Flush();
+      const SampleRecord& record = received->record;
+      v1::SampleInput sample;
+      sample.set_id(record.id);
+      sample.set_source(record.source);
+      sample.set_meta_json(record.meta_json);
+      sample.set_source_line(record.source_index + 1);
+      sample.mutable_tokens()->mutable_ids()->Assign(record.input_ids.begin(),
+                                                     record.input_ids.end());
+      sample.mutable_tokens()->set_loss_mask(record.loss_mask.data(), record.loss_mask.size());
+      STATETAP_RETURN_IF_ERROR(batcher.Add(std::move(sample)));
+      progress->ShowCount("uploading", ++sent, total);
+    }
+  });
+}
+
 int PrintPlan(Context& context, const InputSummary& summary, const v1::JobOptions& options) {
   if (context.json) {
     Json sources = Json::object();
@@ -111,9 +156,45 @@ int PrintPlan(Context& context, const InputSummary& summary, const v1::JobOption
   return kExitDone;
 }
 
+absl::StatusOr<int> ReportJob(Context& context, const v1::Job& job, bool wait,
+                              const Allowance& max_rejected) {
+  if (job.existed()) {
+    context.Say(
+        fmt::format("the same job was submitted before and is {}; nothing runs twice (another "
+                    "--name makes another job)",
+                    EnumName(*v1::JobState_descriptor()->FindValueByNumber(job.state()))));
+  }
+  if (job.duplicates() > 0)
+    context.Say(fmt::format("{} lines repeat an id with the same content and count once",
+                            FormatCount(job.duplicates())));
+  // The id comes first and alone, so that it is known whatever happens while waiting.
+  if (!context.json) context.out << job.id() << '\n' << std::flush;
+  if (!wait) {
+    if (context.json) context.PrintJson({{"id", job.id()}, {"existed", job.existed()}});
+    if (job.existed()) return kExitDone;
+    context.Say(fmt::format("{} samples submitted; follow them with `statetap watch {}`",
+                            FormatCount(job.counts().submitted()), job.id()));
+    return kExitDone;
+  }
+  STATETAP_ASSIGN_OR_RETURN(const v1::Job ended, FollowJob(context, job.id(), nullptr));
+  if (context.json) context.PrintJson(JsonOf(ended));
+  context.Say(DescribeJob(ended));
+  return ExitCodeOf(ended, max_rejected);
+}
+
 absl::StatusOr<int> Submit(Context& context, const SubmitFlags& flags) {
   STATETAP_ASSIGN_OR_RETURN(const Allowance max_rejected, ParseAllowance(flags.max_rejected));
   STATETAP_ASSIGN_OR_RETURN(v1::JobOptions options, OptionsFrom(flags.job));
+  if (flags.from.empty() == flags.files.empty())
+    return absl::InvalidArgumentError("what is to be captured? give files, or --from JOB");
+  if (!flags.from.empty()) {
+    if (flags.dry_run) return absl::InvalidArgumentError("--dry-run is for files");
+    STATETAP_ASSIGN_OR_RETURN(Client* const client, context.client());
+    WarnAboutTaps(context, options, *client);
+    STATETAP_ASSIGN_OR_RETURN(const v1::Job job,
+                              CaptureAgain(context, *client, flags.from, options));
+    return ReportJob(context, job, flags.wait, max_rejected);
+  }
   STATETAP_ASSIGN_OR_RETURN(const auto files, OpenInput(flags.files));
   STATETAP_ASSIGN_OR_RETURN(const InputSummary summary,
                             CheckInput(context, *files, flags.skip_bad));
@@ -126,28 +207,7 @@ absl::StatusOr<int> Submit(Context& context, const SubmitFlags& flags) {
   STATETAP_ASSIGN_OR_RETURN(
       const v1::Job job,
       Upload(*files, context, summary.samples, flags.skip_bad).Run(*client, options));
-  if (job.existed()) {
-    context.Say(
-        fmt::format("the same job was submitted before and is {}; nothing runs twice (another "
-                    "--name makes another job)",
-                    EnumName(*v1::JobState_descriptor()->FindValueByNumber(job.state()))));
-  }
-  if (job.duplicates() > 0)
-    context.Say(fmt::format("{} lines repeat an id with the same content and count once",
-                            FormatCount(job.duplicates())));
-  // The id comes first and alone, so that it is known whatever happens while waiting.
-  if (!context.json) context.out << job.id() << '\n' << std::flush;
-  if (!flags.wait) {
-    if (context.json) context.PrintJson({{"id", job.id()}, {"existed", job.existed()}});
-    if (job.existed()) return kExitDone;
-    context.Say(fmt::format("{} samples submitted; follow them with `statetap watch {}`",
-                            FormatCount(job.counts().submitted()), job.id()));
-    return kExitDone;
-  }
-  STATETAP_ASSIGN_OR_RETURN(const v1::Job ended, FollowJob(context, job.id(), nullptr));
-  if (context.json) context.PrintJson(JsonOf(ended));
-  context.Say(DescribeJob(ended));
-  return ExitCodeOf(ended, max_rejected);
+  return ReportJob(context, job, flags.wait, max_rejected);
 }
 
 }  // namespace
@@ -164,10 +224,14 @@ Command SubmitCommand() {
           "and optionally source, meta (scalars), thinking, max_new_tokens.\n\n"
           "Examples:\n  statetap submit prompts.jsonl --wait\n"
           "  statetap submit chats.jsonl.gz --mode prefill --taps 2,4,5\n"
-          "  zcat more.gz | statetap submit - --name more --max-rejected 1%",
+          "  zcat more.gz | statetap submit - --name more --max-rejected 1%\n"
+          "  statetap submit --from mine --taps 1,4,6 --wait",
           [](CLI::App& app) -> Runner {
             auto flags = std::make_shared<SubmitFlags>();
-            app.add_option("FILE", flags->files, "JSON lines; - is standard input")->required();
+            app.add_option("FILE", flags->files, "JSON lines; - is standard input");
+            app.add_option("--from", flags->from,
+                           "Capture the tokens of a stored job again, with other taps or another "
+                           "model; nothing is generated");
             app.add_flag("--wait", flags->wait, "Show progress and exit as the job ends");
             app.add_flag("--dry-run", flags->dry_run, "Check the files and submit nothing");
             app.add_flag("--skip-bad", flags->skip_bad,

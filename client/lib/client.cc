@@ -183,6 +183,11 @@ absl::StatusOr<v1::DeleteJobResponse> Client::DeleteJob(const std::string& job) 
                                     /*attempts=*/1);
 }
 
+absl::StatusOr<v1::EvictJobResponse> Client::EvictJob(const std::string& job) {
+  return Ask<v1::EvictJobResponse>(STATETAP_UNARY(jobs_, EvictJob), Named(job), kNoDeadline,
+                                   /*attempts=*/1);
+}
+
 absl::StatusOr<v1::ExcludeSamplesResponse> Client::ExcludeSamples(
     const v1::ExcludeSamplesRequest& request) {
   return Ask<v1::ExcludeSamplesResponse>(STATETAP_UNARY(jobs_, ExcludeSamples), request,

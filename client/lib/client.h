@@ -53,6 +53,7 @@ class Client {
   absl::StatusOr<v1::Job> ResumeJob(const std::string& job);
   absl::StatusOr<v1::RetryJobResponse> RetryJob(const std::string& job);
   absl::StatusOr<v1::DeleteJobResponse> DeleteJob(const std::string& job);
+  absl::StatusOr<v1::EvictJobResponse> EvictJob(const std::string& job);  // no deadline
   absl::StatusOr<v1::ExcludeSamplesResponse> ExcludeSamples(
       const v1::ExcludeSamplesRequest& request);
   // The job now and after every change, until it ended or `on_change` answers false; returns the

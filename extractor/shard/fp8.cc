@@ -28,8 +28,7 @@ uint8_t Encode(float value) {
        kMantissaBits) -
       (kExponentShift << 3);
   // Below 2^-6 codes count steps of 2^-9: adding 2^14 leaves just these bits of the sum.
-  const uint32_t steps =
-      std::bit_cast<uint32_t>(std::bit_cast<float>(magnitude) + 0x1p14f) & 0xffu;
+  const uint32_t steps = std::bit_cast<uint32_t>(std::bit_cast<float>(magnitude) + 0x1p14f) & 0xffu;
   const bool is_normal = magnitude >= std::bit_cast<uint32_t>(kLeastNormal);
   return static_cast<uint8_t>((bits >> 24 & 0x80u) | (is_normal ? normal : steps));
 }
@@ -37,20 +36,24 @@ uint8_t Encode(float value) {
 float Decode(uint8_t code) {
   const int exponent = code >> 3 & 15, mantissa = code & 7;
   if (exponent == 15) return std::numeric_limits<float>::quiet_NaN();
-  const float magnitude = exponent == 0 ? std::ldexp(static_cast<float>(mantissa), -9)
-                                        : std::ldexp(static_cast<float>(8 + mantissa), exponent - 10);
+  const float magnitude = exponent == 0
+                              ? std::ldexp(static_cast<float>(mantissa), -9)
+                              : std::ldexp(static_cast<float>(8 + mantissa), exponent - 10);
   return (code & 0x80) != 0 ? -magnitude : magnitude;
 }
 
 std::array<float, 256> MakeTable() {
   std::array<float, 256> table;
-  for (int code = 0; code < 256; ++code) table[static_cast<size_t>(code)] = Decode(static_cast<uint8_t>(code));
+  for (int code = 0; code < 256; ++code)
+    table[static_cast<size_t>(code)] = Decode(static_cast<uint8_t>(code));
   return table;
 }
 const std::array<float, 256> kDecoded = MakeTable();
 
 // Of a float whose lower half is zero.
-uint16_t UpperHalf(float value) { return static_cast<uint16_t>(std::bit_cast<uint32_t>(value) >> 16); }
+uint16_t UpperHalf(float value) {
+  return static_cast<uint16_t>(std::bit_cast<uint32_t>(value) >> 16);
+}
 
 // Magnitudes of bf16 are in the order of their bits.
 uint16_t LargestMagnitude(std::span<const uint16_t> values) {
@@ -71,7 +74,7 @@ float ScaleOf(uint16_t largest) {
 }  // namespace
 
 Fp8Row EncodeFp8Row(std::span<const uint16_t> values, std::span<uint8_t> codes,
-                   std::span<uint16_t> decoded) {
+                    std::span<uint16_t> decoded) {
   const uint16_t largest = LargestMagnitude(values);
   if (largest >= kInfinity) {
     std::fill(codes.begin(), codes.end(), kNanCode);

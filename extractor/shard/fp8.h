@@ -16,14 +16,14 @@ namespace statetap {
 inline constexpr float kFp8Max = 240;
 
 // values: bf16 [hidden]; codes: e4m3 [hidden]; decoded: what decoding gives, bf16 [hidden],
-// may alias values. The scale is 1 for a row of zeros. A row with a value that is not finite becomes
-// NaN in every place, with squared_error 0.
+// may alias values. The scale is 1 for a row of zeros. A row with a value that is not finite
+// becomes NaN in every place, with squared_error 0.
 struct Fp8Row {
   float scale;
   double squared_error;  // summed over (value - decoded)^2
 };
 Fp8Row EncodeFp8Row(std::span<const uint16_t> values, std::span<uint8_t> codes,
-                   std::span<uint16_t> decoded);
+                    std::span<uint16_t> decoded);
 void DecodeFp8Row(std::span<const uint8_t> codes, float scale, std::span<uint16_t> values);
 
 }  // namespace statetap

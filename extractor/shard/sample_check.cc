@@ -8,6 +8,7 @@
 
 #include "extractor/base/json.h"
 #include "extractor/shard/format.h"
+#include "extractor/shard/tables.h"
 
 namespace statetap {
 namespace {
@@ -96,7 +97,7 @@ absl::Status CheckSample(const SampleRecord& sample, const ShardConfig& config,
     STATETAP_RETURN_IF_ERROR(check_size("logprobs", sample.logprobs.size(), tokens));
   if (!sample.entropies.empty())
     STATETAP_RETURN_IF_ERROR(check_size("entropies", sample.entropies.size(), tokens));
-  STATETAP_RETURN_IF_ERROR(check_size("states", states.size(), config.boundaries.size()));
+  STATETAP_RETURN_IF_ERROR(check_size("states", states.size(), NumStatesDatasets(config)));
   for (size_t i = 0; i < states.size(); ++i) {
     STATETAP_RETURN_IF_ERROR(check_size(fmt::format("boundary {}", config.boundaries[i]),
                                         states[i].size(),

@@ -103,7 +103,7 @@ absl::StatusOr<const SampleEntry*> Reader::EntryOf(int64_t sample) const {
 template <typename T>
 absl::Status Reader::ReadTokens(int column, const SampleEntry& entry, std::vector<T>* to) const {
   to->resize(static_cast<size_t>(entry.rows));
-  const size_t index = config_.boundaries.size() + static_cast<size_t>(column);
+  const size_t index = NumStatesDatasets(config_) + static_cast<size_t>(column);
   return Named(ReadRows(file_, footer_.datasets[index], entry.first_row,
                         std::as_writable_bytes(std::span(*to))));
 }
@@ -134,6 +134,11 @@ absl::Status Reader::ReadStates(int boundary_index, int64_t first_row,
                                              boundary_index));
   }
   const auto index = static_cast<size_t>(boundary_index);
+  if (config_.dtype == StatesDtype::kNone) {
+    return absl::FailedPreconditionError(
+        fmt::format("{}: the states were evicted; capture them again with `statetap submit --from`",
+                    file_.path().string()));
+  }
   if (config_.dtype == StatesDtype::kBf16)
     return Named(ReadRows(file_, footer_.datasets[index], first_row, std::as_writable_bytes(to)));
   const auto hidden = static_cast<size_t>(config_.hidden);
@@ -180,7 +185,7 @@ absl::StatusOr<bool> Reader::VerifySample(int64_t sample) const {
   const int64_t piece_rows = std::max<int64_t>(1, kVerifyBytes / (2 * config_.hidden));
   const auto width = static_cast<size_t>(config_.hidden);
   std::vector<uint16_t> buffer(static_cast<size_t>(std::min(piece_rows, entry->rows)) * width);
-  for (int boundary = 0; boundary < static_cast<int>(config_.boundaries.size()); ++boundary) {
+  for (int boundary = 0; boundary < static_cast<int>(NumStatesDatasets(config_)); ++boundary) {
     for (int64_t row = 0; row < entry->rows; row += piece_rows) {
       const auto rows = static_cast<size_t>(std::min(piece_rows, entry->rows - row));
       const auto piece = std::span(buffer).first(rows * width);

@@ -37,7 +37,9 @@ class Writer : public ShardWriter {
         config_(std::move(config)),
         options_(options),
         bulk_(BulkDatasetsOf(config_, options.rows_per_chunk)),
-        statistics_(config_.boundaries.size(), BoundaryStatistics(config_.hidden)) {}
+        statistics_(config_.boundaries.size(), BoundaryStatistics(config_.hidden)) {
+    if (options.kept_statistics.size() == statistics_.size()) statistics_ = options.kept_statistics;
+  }
   ~Writer() override {
     if (!committed_) Discard();
   }
@@ -46,11 +48,7 @@ class Writer : public ShardWriter {
   absl::Status Append(const SampleRecord& sample,
                       std::span<const std::span<const uint16_t>> states) override;
   absl::StatusOr<ShardSummary> Commit() override;
-  int64_t states_bytes() const override {
-    const int64_t row_bytes =
-        config_.dtype == StatesDtype::kFp8 ? config_.hidden + 4 : 2 * config_.hidden;
-    return rows_ * row_bytes * static_cast<int64_t>(config_.boundaries.size());
-  }
+  int64_t states_bytes() const override { return rows_ * StatesRowBytes(config_); }
   int64_t samples() const override { return static_cast<int64_t>(samples_.size()); }
   const std::vector<BoundaryStatistics>& statistics() const override { return statistics_; }
 

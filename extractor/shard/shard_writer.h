@@ -31,9 +31,10 @@ struct SampleRecord {
   int64_t source_index = 0;  // place among the job's submitted samples
 };
 
-// How a shard keeps its states. Callers give and get bf16 either way; what kFp8 gives back is
-// rounded (extractor/shard/fp8.h), and so is what checksums are of.
-enum class StatesDtype { kBf16, kFp8 };
+// How a shard keeps its states. Callers give and get bf16; what kFp8 gives back is rounded
+// (extractor/shard/fp8.h), and so is what checksums are of. kNone: they were evicted; the
+// boundaries say which there were, their statistics are kept, samples are written and read without.
+enum class StatesDtype { kBf16, kFp8, kNone };
 
 // What holds for a whole shard.
 struct ShardConfig {
@@ -66,8 +67,9 @@ class ShardWriter {
     // Of the states. 0: about 1 MiB. Other values are rounded up until a chunk is a multiple of
     // 4 KiB.
     int rows_per_chunk = 0;
-    ReadBack read_back = ReadBack::kSome;          // what Commit compares with its checksums
-    Statistics statistics = Statistics::kCompute;  // left out: /stats with count 0
+    ReadBack read_back = ReadBack::kSome;             // what Commit compares with its checksums
+    Statistics statistics = Statistics::kCompute;     // left out: /stats with count 0
+    std::vector<BoundaryStatistics> kept_statistics;  // kNone: by boundary, of the former states
   };
   // `path` ends in ".h5"; "<path>.partial" is written until Commit. ALREADY_EXISTS where `path` is
   // there; NOT_FOUND or PERMISSION_DENIED where its folder cannot be written.

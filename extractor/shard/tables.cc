@@ -1,6 +1,8 @@
 #include "extractor/shard/tables.h"
 
+#include <algorithm>
 #include <ctime>
+#include <iterator>
 
 #include "extractor/shard/format.h"
 
@@ -56,7 +58,7 @@ constexpr ConfigText kConfigTexts[] = {
     {"template_name", &ShardConfig::template_name},
     {"template_digest", &ShardConfig::template_digest},
 };
-constexpr std::string_view kBfloat16 = "bfloat16", kE4m3 = "float8_e4m3";
+constexpr std::string_view kDtypes[] = {"bfloat16", "float8_e4m3", "none"};  // as StatesDtype
 constexpr std::string_view kThinking = "thinking", kInstant = "instant";
 
 std::string Now() {
@@ -145,7 +147,7 @@ absl::Status WriteStatistics(Hdf5File* file, int boundary, StatesDtype dtype,
   STATETAP_RETURN_IF_ERROR(file->WriteArray<double>(path("min"), statistics.min));
   STATETAP_RETURN_IF_ERROR(file->WriteArray<double>(path("max"), statistics.max));
   STATETAP_RETURN_IF_ERROR(file->WriteArray<double>(path("abs_max"), statistics.abs_max));
-  if (dtype == StatesDtype::kFp8) {
+  if (dtype != StatesDtype::kBf16) {
     STATETAP_RETURN_IF_ERROR(
         file->WriteScalar<double>(path("squared_error"), statistics.squared_error));
   }
@@ -166,7 +168,7 @@ absl::StatusOr<BoundaryStatistics> ReadStatisticsOf(const Hdf5File& file, int bo
   STATETAP_RETURN_IF_ERROR(file.ReadArray<double>(path("abs_max"), statistics.abs_max));
   STATETAP_RETURN_IF_ERROR(
       file.ReadArray<int64_t>(path("row_rms_histogram"), statistics.row_rms_histogram));
-  if (config.dtype == StatesDtype::kFp8) {
+  if (config.dtype != StatesDtype::kBf16) {
     STATETAP_ASSIGN_OR_RETURN(statistics.squared_error,
                               file.ReadScalar<double>(path("squared_error")));
   }
@@ -197,8 +199,7 @@ absl::Status WriteConfig(Hdf5File* file, const ShardConfig& config) {
   STATETAP_RETURN_IF_ERROR(file->SetAttribute("final_norm", std::string_view("pre")));
   STATETAP_RETURN_IF_ERROR(file->SetAttribute("rms_norm_eps", config.rms_norm_eps));
   STATETAP_RETURN_IF_ERROR(file->SetAttribute("inner_eps", config.inner_eps));
-  STATETAP_RETURN_IF_ERROR(
-      file->SetAttribute("dtype", config.dtype == StatesDtype::kFp8 ? kE4m3 : kBfloat16));
+  STATETAP_RETURN_IF_ERROR(file->SetAttribute("dtype", kDtypes[static_cast<size_t>(config.dtype)]));
   STATETAP_RETURN_IF_ERROR(file->SetAttribute("created", Now()));
   return file->SetAttribute("complete", int64_t{1});
 }
@@ -220,8 +221,9 @@ absl::StatusOr<ShardConfig> ReadConfig(const Hdf5File& file) {
   STATETAP_ASSIGN_OR_RETURN(const std::string mode, file.StringAttribute("template_mode"));
   config.thinking = mode == kThinking;
   STATETAP_ASSIGN_OR_RETURN(const std::string dtype, file.StringAttribute("dtype"));
-  if (dtype != kBfloat16 && dtype != kE4m3) return Wrong(fmt::format("states of dtype {}", dtype));
-  config.dtype = dtype == kE4m3 ? StatesDtype::kFp8 : StatesDtype::kBf16;
+  const auto* const known = std::find(std::begin(kDtypes), std::end(kDtypes), dtype);
+  if (known == std::end(kDtypes)) return Wrong(fmt::format("states of dtype {}", dtype));
+  config.dtype = static_cast<StatesDtype>(known - std::begin(kDtypes));
   STATETAP_ASSIGN_OR_RETURN(config.rms_norm_eps, file.DoubleAttribute("rms_norm_eps"));
   STATETAP_ASSIGN_OR_RETURN(config.inner_eps, file.DoubleAttribute("inner_eps"));
   STATETAP_ASSIGN_OR_RETURN(const int64_t hidden, file.IntAttribute("hidden"));
@@ -242,6 +244,17 @@ absl::StatusOr<ShardConfig> ReadConfig(const Hdf5File& file) {
   return config;
 }
 
+size_t NumStatesDatasets(const ShardConfig& config) {
+  return config.dtype == StatesDtype::kNone ? 0 : config.boundaries.size();
+}
+
+int64_t StatesRowBytes(const ShardConfig& config) {
+  const int64_t hidden = config.hidden;
+  const int64_t of_boundary =
+      config.dtype == StatesDtype::kFp8 ? hidden + int64_t{sizeof(float)} : 2 * hidden;
+  return of_boundary * static_cast<int64_t>(NumStatesDatasets(config));
+}
+
 std::vector<BulkDataset> BulkDatasetsOf(const ShardConfig& config, int states_rows_per_chunk) {
   std::vector<BulkDataset> datasets;
   const bool fp8 = config.dtype == StatesDtype::kFp8;
@@ -249,8 +262,8 @@ std::vector<BulkDataset> BulkDatasetsOf(const ShardConfig& config, int states_ro
   states.rows_per_chunk = states_rows_per_chunk == 0
                               ? RowsPerChunk(states.row_bytes(), kStatesChunkBytes)
                               : AlignedRows(states.row_bytes(), states_rows_per_chunk);
-  for (const int boundary : config.boundaries)
-    datasets.push_back({.path = StatesPath(boundary), .shape = states});
+  for (size_t i = 0; i < NumStatesDatasets(config); ++i)
+    datasets.push_back({.path = StatesPath(config.boundaries[i]), .shape = states});
   const auto add = [&](std::string_view path, Hdf5Type type) {
     datasets.push_back({.path = std::string(path),
                         .shape = {.type = type, .rows_per_chunk = kTokensRowsPerChunk}});

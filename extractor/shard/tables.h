@@ -27,6 +27,9 @@ absl::StatusOr<BoundaryStatistics> ReadStatisticsOf(const Hdf5File& file, int bo
 absl::Status WriteConfig(Hdf5File* file, const ShardConfig& config);
 absl::StatusOr<ShardConfig> ReadConfig(const Hdf5File& file);
 
+size_t NumStatesDatasets(const ShardConfig& config);  // 0 where they were evicted
+int64_t StatesRowBytes(const ShardConfig& config);    // of a token at all boundaries
+
 // The bulk datasets of a shard, without rows: states by boundary, then ids, loss mask, logprobs,
 // entropies, and for fp8 scales by boundary. `states_rows_per_chunk` 0 is the default; other values
 // are rounded up to whole 4 KiB.

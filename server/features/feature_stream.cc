@@ -141,6 +141,12 @@ absl::Status FeatureStream::SendHeader(const FeatureOutlet& outlet) {
         boundaries_,
         SelectBoundaries(std::vector<int>(start_.boundaries().begin(), start_.boundaries().end()),
                          config.boundaries));
+    if (shard.evicted && !boundaries_.empty()) {
+      return absl::FailedPreconditionError(
+          fmt::format("job {0}: its states were evicted; capture them again with `statetap submit "
+                      "--from {0}`, or stream tokens alone (boundaries: -1)",
+                      job_.id));
+    }
     *message.mutable_header() = HeaderOf(job_, config, boundaries_);
     break;
   }

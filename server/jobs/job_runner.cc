@@ -5,10 +5,14 @@
 
 #include "extractor/base/digest.h"
 #include "extractor/base/log.h"
+#include "server/jobs/eviction.h"
 #include "server/jobs/recovery.h"
 
 namespace statetap {
 namespace {
+
+constexpr std::string_view kEvicting =
+    "the job's states are being evicted; try again when that is done";
 
 absl::Status CheckNotEnded(const JobRecord& job, std::string_view action) {
   if (!HasEnded(job.state)) return absl::OkStatus();
@@ -130,6 +134,7 @@ absl::Status JobRunner::StopThen(int64_t key, ShardPipeline::Finished finished,
   {
     const std::lock_guard lock(mutex_);
     if (draining_) return absl::UnavailableError("the server is shutting down; try again later");
+    if (evicting_.contains(key)) return absl::FailedPreconditionError(std::string(kEvicting));
     done = pipeline_->Stop(key, finished, std::move(then));
   }
   return done.get();
@@ -174,6 +179,23 @@ absl::StatusOr<JobStore::Retried> JobRunner::Retry(const JobRecord& job) {
   }
   STATETAP_RETURN_IF_ERROR(status);
   return retried;
+}
+
+absl::Status JobRunner::Evict(const JobRecord& job) {
+  if (!HasEnded(job.state) && job.state != JobState::kPaused) {
+    return absl::FailedPreconditionError(fmt::format(
+        "job {} is {}: evict takes jobs that have ended or are paused", job.id, NameOf(job.state)));
+  }
+  {
+    const std::lock_guard lock(mutex_);
+    if (draining_) return absl::UnavailableError("the server is shutting down; try again later");
+    if (!evicting_.insert(job.key).second)
+      return absl::FailedPreconditionError(std::string(kEvicting));
+  }
+  const absl::Status status = EvictStates(store_, folders_, job).status();
+  const std::lock_guard lock(mutex_);
+  evicting_.erase(job.key);
+  return status;
 }
 
 absl::Status JobRunner::Delete(const JobRecord& job) {

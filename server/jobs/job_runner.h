@@ -13,6 +13,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <set>
 #include <thread>
 #include <unordered_map>
 #include <vector>
@@ -55,6 +56,9 @@ class JobRunner final : private SampleSource, private HiddenStateSink {
   absl::StatusOr<JobStore::Retried> Retry(const JobRecord& job);
   // The job is gone from the store and its shards from the disk.
   absl::Status Delete(const JobRecord& job);
+  // Of a job that has ended or is paused: its shards keep all but the states. FAILED_PRECONDITION
+  // for others, and for every call on a job while this works on it.
+  absl::Status Evict(const JobRecord& job);
   // UNAVAILABLE while draining or where the engine has failed.
   absl::StatusOr<std::shared_ptr<Answer>> Ask(SampleTask task);
 
@@ -122,6 +126,7 @@ class JobRunner final : private SampleSource, private HiddenStateSink {
   std::condition_variable changed_;
   uint64_t version_ = 0;  // counts changes that Wait waits for
   std::map<int64_t, ActiveJobPtr> jobs_;
+  std::set<int64_t> evicting_;
   std::deque<std::shared_ptr<Answer>> answers_;  // not yet started
   absl::Status engine_status_;
   bool draining_ = false, idle_ = false;

@@ -113,6 +113,14 @@ absl::StatusOr<v1::DeleteJobResponse> JobsService::Delete(const JobRecord& job) 
   return response;
 }
 
+absl::StatusOr<v1::EvictJobResponse> JobsService::Evict(const JobRecord& job) {
+  STATETAP_RETURN_IF_ERROR(context_.runner.Evict(job));
+  v1::EvictJobResponse response;
+  STATETAP_ASSIGN_OR_RETURN(*response.mutable_job(), DescribeNow(job));
+  response.set_bytes(job.bytes - response.job().bytes());
+  return response;
+}
+
 absl::StatusOr<v1::ExcludeSamplesResponse> JobsService::Exclude(
     const v1::ExcludeSamplesRequest& request) {
   STATETAP_ASSIGN_OR_RETURN(const JobRecord job, context_.store.GetJob(request.job()));
@@ -238,6 +246,12 @@ grpc::Status JobsService::DeleteJob(grpc::ServerContext*, const v1::GetJobReques
                                     v1::DeleteJobResponse* response) {
   const absl::StatusOr<JobRecord> job = context_.store.GetJob(request->job());
   return job.ok() ? Reply(Delete(*job), response) : ToGrpc(job.status());
+}
+
+grpc::Status JobsService::EvictJob(grpc::ServerContext*, const v1::GetJobRequest* request,
+                                   v1::EvictJobResponse* response) {
+  const absl::StatusOr<JobRecord> job = context_.store.GetJob(request->job());
+  return job.ok() ? Reply(Evict(*job), response) : ToGrpc(job.status());
 }
 
 grpc::Status JobsService::ExcludeSamples(grpc::ServerContext*,

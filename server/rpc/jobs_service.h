@@ -29,6 +29,8 @@ class JobsService final : public v1::Jobs::Service {
                         v1::RetryJobResponse* response) override;
   grpc::Status DeleteJob(grpc::ServerContext* call, const v1::GetJobRequest* request,
                          v1::DeleteJobResponse* response) override;
+  grpc::Status EvictJob(grpc::ServerContext* call, const v1::GetJobRequest* request,
+                        v1::EvictJobResponse* response) override;
   grpc::Status ExcludeSamples(grpc::ServerContext* call, const v1::ExcludeSamplesRequest* request,
                               v1::ExcludeSamplesResponse* response) override;
   grpc::Status ListSamples(grpc::ServerContext* call, const v1::ListSamplesRequest* request,
@@ -46,6 +48,7 @@ class JobsService final : public v1::Jobs::Service {
                        absl::Status (JobRunner::*act)(const JobRecord&));
   absl::StatusOr<v1::RetryJobResponse> Retry(const JobRecord& job);
   absl::StatusOr<v1::DeleteJobResponse> Delete(const JobRecord& job);
+  absl::StatusOr<v1::EvictJobResponse> Evict(const JobRecord& job);
   absl::StatusOr<v1::ExcludeSamplesResponse> Exclude(const v1::ExcludeSamplesRequest& request);
   const ServiceContext context_;
 };

@@ -9,13 +9,14 @@
 namespace statetap {
 namespace {
 
-constexpr int kSchemaVersion = 3;
+constexpr int kSchemaVersion = 4;
 
 // From version i + 1 to i + 2.
 constexpr std::string_view kMigrations[] = {
     "ALTER TABLE samples ADD COLUMN excluded INTEGER NOT NULL DEFAULT 0;"
     "CREATE TABLE doomed (id TEXT PRIMARY KEY) WITHOUT ROWID;",
     "ALTER TABLE jobs ADD COLUMN stop_ids TEXT NOT NULL DEFAULT '';",
+    "ALTER TABLE shards ADD COLUMN evicted INTEGER NOT NULL DEFAULT 0;",
 };
 static_assert(std::size(kMigrations) == kSchemaVersion - 1);
 

@@ -104,6 +104,7 @@ struct ShardRow {
   std::string path;  // relative to the data folder, or absolute
   int64_t samples = 0, rows = 0, bytes = 0;
   std::string digest;
+  bool evicted = false;  // without states
 };
 
 struct SampleListing {  // of `samples` and `rejected`
@@ -191,6 +192,8 @@ class JobStore {
   // All of the samples or none. FAILED_PRECONDITION where one of them is not to do.
   absl::Status CommitShard(int64_t key, const ShardRow& shard,
                            std::span<const StoredSample> samples);
+  // The shard of `shard.seq` lies in another file from now on, without its states.
+  absl::Status MarkEvicted(int64_t key, const ShardRow& shard);
   absl::Status Acknowledge(int64_t key, std::string_view group, std::span<const int64_t> indices);
 
   // --- Reading.

@@ -199,10 +199,11 @@ absl::StatusOr<std::vector<ShardRow>> JobStore::Shards(int64_t key) const {
   std::vector<ShardRow> shards;
   const std::lock_guard lock(read_mutex_);
   STATETAP_RETURN_IF_ERROR(read_.Query(
-      "SELECT seq, path, samples, rows, bytes, digest FROM shards WHERE job = ? ORDER BY seq",
+      "SELECT seq, path, samples, rows, bytes, digest, evicted FROM shards WHERE job = ? "
+      "ORDER BY seq",
       [&](const SqlRow& row) {
-        shards.push_back(
-            {row.Int(0), row.Text(1), row.Int(2), row.Int(3), row.Int(4), row.Text(5)});
+        shards.push_back({row.Int(0), row.Text(1), row.Int(2), row.Int(3), row.Int(4), row.Text(5),
+                          row.Int(6) != 0});
       },
       key));
   return shards;

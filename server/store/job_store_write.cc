@@ -22,6 +22,8 @@ absl::Status JobStore::VerifyCounts(int64_t key) {
       "OR stored <> (SELECT COUNT(*) FROM samples WHERE job = ?1 AND state = 1) "
       "OR rejected <> (SELECT COUNT(*) FROM samples WHERE job = ?1 AND state = 2) "
       "OR excluded <> (SELECT COUNT(*) FROM samples WHERE job = ?1 AND state = 1 AND excluded = 1) "
+      "OR evicted <> (SELECT COALESCE(SUM(samples), 0) FROM shards WHERE job = ?1 AND evicted = 1) "
+      "OR bytes <> (SELECT COALESCE(SUM(bytes), 0) FROM shards WHERE job = ?1) "
       "OR tokens <> (SELECT COALESCE(SUM(rows), 0) FROM shards WHERE job = ?1) "
       "OR (state IN (4, 5, 6)) <> (state <> 0 AND to_do = 0))",
       [&](const SqlRow& row) { wrong = row.Int(0); }, key));
@@ -261,6 +263,22 @@ absl::Status JobStore::CommitShard(int64_t key, const ShardRow& shard,
         "UPDATE jobs SET stored = stored + ?1, to_do = to_do - ?1, tokens = tokens + ?2, "
         "generated = generated + ?3, bytes = bytes + ?4 WHERE key = ?5",
         count, shard.rows, generated, shard.bytes, key);
+  });
+}
+
+absl::Status JobStore::MarkEvicted(int64_t key, const ShardRow& shard) {
+  return Transact(key, [&]() -> absl::Status {
+    STATETAP_RETURN_IF_ERROR(
+        write_.Run("UPDATE jobs SET evicted = evicted + ?1, bytes = bytes + ?2 - "
+                   "(SELECT bytes FROM shards WHERE job = ?3 AND seq = ?4) WHERE key = ?3",
+                   shard.samples, shard.bytes, key, shard.seq));
+    STATETAP_RETURN_IF_ERROR(
+        write_.Run("UPDATE shards SET path = ?, bytes = ?, digest = ?, evicted = 1 "
+                   "WHERE job = ? AND seq = ? AND evicted = 0",
+                   shard.path, shard.bytes, shard.digest, key, shard.seq));
+    if (write_.changes() == 1) return absl::OkStatus();
+    return absl::FailedPreconditionError(
+        fmt::format("shard {} is evicted already, or gone", shard.seq));
   });
 }
 

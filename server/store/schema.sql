@@ -1,4 +1,4 @@
--- The store's tables, version 3 (PRAGMA user_version; job_store.cc brings older files up to it). Times are Unix milliseconds.
+-- The store's tables, version 4 (PRAGMA user_version; job_store.cc brings older files up to it). Times are Unix milliseconds.
 
 CREATE TABLE jobs (
   key INTEGER PRIMARY KEY AUTOINCREMENT,
@@ -78,6 +78,7 @@ CREATE TABLE shards (
   rows INTEGER NOT NULL,
   bytes INTEGER NOT NULL,
   digest TEXT NOT NULL,
+  evicted INTEGER NOT NULL DEFAULT 0,  -- its file has no states any more
   PRIMARY KEY (job, seq)
 ) WITHOUT ROWID;
 
@@ -92,4 +93,4 @@ CREATE TABLE acks (
 -- Deleted jobs whose files are still to be removed.
 CREATE TABLE doomed (id TEXT PRIMARY KEY) WITHOUT ROWID;
 
-PRAGMA user_version = 3;
+PRAGMA user_version = 4;

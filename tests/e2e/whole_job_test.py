@@ -316,6 +316,101 @@ class WholeJobTest(unittest.TestCase):
         self.assertIn("127.0.0.1:1", result.stderr)
 
 
+class LifeTest(unittest.TestCase):
+    """A job's life beyond its first run, by the command line."""
+
+    @classmethod
+    def setUpClass(cls):
+        cls.server = Server(work / "life")
+        cls.lines = [chat(f"What comes after {i}?", id=f"q{i}", source="even" if i % 2 == 0 else "odd", meta={"level": i}) for i in range(20)]
+        cls.file = write_lines("life.jsonl", cls.lines)
+
+    @classmethod
+    def tearDownClass(cls):
+        assert cls.server.stop() == 0
+
+    def submit(self, name, *options):
+        self.server.cli("submit", self.file, "--name", name, "--temperature", 0, "--max-new-tokens", 24, "--wait", *options)
+        return self.server.json("show", name)
+
+    def test_paused_and_resumed_equals_a_clean_run(self):
+        clean = self.submit("clean")
+        self.server.cli("submit", self.file, "--name", "stopped", "--temperature", 0, "--max-new-tokens", 24)
+        for _ in range(3):
+            answer = self.server.cli("pause", "stopped", "--json", expect=None)
+            if answer.returncode != 0:
+                self.assertIn("has ended", answer.stderr)
+                break
+            paused = json.loads(answer.stdout)
+            self.assertEqual(paused["counts"]["submitted"], paused["counts"]["stored"] + paused["counts"]["to_do"])
+            self.assertEqual(self.server.json("resume", "stopped")["state"], "queued")
+            time.sleep(0.2)
+        self.server.cli("watch", "stopped")
+        stopped = read_shards(self.server.json("show", "stopped")["shards_path"])
+        for sample, expected in read_shards(clean["shards_path"]).items():
+            for key, value in expected.items():
+                np.testing.assert_array_equal(stopped[sample][key], value, err_msg=f"{sample} {key}")
+
+    def test_evicted_states_come_back_bit_for_bit_from_kept_tokens(self):
+        job = self.submit("evicted")
+        before = read_shards(job["shards_path"])
+        answer = self.server.json("evict", "evicted")
+        self.assertEqual(answer["job"]["counts"]["evicted"], 20)
+        self.assertGreater(answer["bytes"], 0)
+        kept = read_shards(job["shards_path"])
+        self.assertEqual({id: sample["ids"].tolist() for id, sample in kept.items()}, {id: sample["ids"].tolist() for id, sample in before.items()})
+        self.assertFalse(any(LAYERS in sample for sample in kept.values()))
+        refused = self.server.cli("stream", "evicted", "--out", work / "nothing", expect=1)
+        self.assertIn("evicted", refused.stderr)
+        self.server.cli("submit", "--from", "evicted", "--wait")
+        again = read_shards(self.server.json("show", "evicted again")["shards_path"])
+        self.assertEqual(set(again), set(before))
+        for sample, expected in before.items():
+            for key in ["ids", "mask", *TAPS, LAYERS]:
+                np.testing.assert_array_equal(again[sample][key], expected[key], err_msg=f"{sample} {key}")
+        self.server.cli("submit", "--from", "evicted", "--taps", "1,6", "--no-final", "--name", "other taps", "--wait")
+        self.assertEqual(self.server.json("show", "other taps")["boundaries"], [1, 6])
+
+    def test_where_and_exclude_mean_the_same_everywhere(self):
+        job = self.submit("where")
+        where = 'source == "odd" and meta.level > 10'
+        expected = {f"q{i}" for i in range(11, 20, 2)}
+        listed = self.server.json("samples", "where", "--where", where)["samples"]
+        self.assertEqual({sample["id"] for sample in listed}, expected)
+        local = json.loads(self.server.cli("samples", job["shards_path"], "--where", where, "--json").stdout)["samples"]
+        self.assertEqual({sample["id"] for sample in local}, expected)
+        self.assertEqual(self.server.json("exclude", "where", "--where", where)["changed"], 5)
+        self.assertEqual(self.server.json("show", "where")["counts"]["excluded"], 5)
+        self.server.cli("stream", "where", "--out", work / "without")
+        self.assertEqual(set(read_shards(work / "without")), {f"q{i}" for i in range(20)} - expected)
+        bad = self.server.cli("samples", "where", "--where", "sauce == 3", expect=2)
+        self.assertIn("a field (id, source", bad.stderr)
+
+    def test_fp8_halves_the_states_and_reads_everywhere(self):
+        exact = read_shards(self.submit("bf16")["shards_path"])
+        job = self.submit("fp8", "--states", "fp8")
+        with h5py.File(next(pathlib.Path(job["shards_path"]).glob("*.h5")), "r") as file:
+            self.assertEqual(file["states/8"].id.get_type().get_size(), 1)
+            rows = file["states/8"][:].astype(np.float32) * file["scales/8"][:][:, None]
+            first = int(file["samples/row_offset"][1])
+            sample = file["samples/id"][0].decode()
+        error = np.linalg.norm(rows[:first] - exact[sample][8]) / np.linalg.norm(exact[sample][8])
+        self.assertLess(error, 0.04)  # half a step is 1/16 at most, 1/38 over evenly spread values
+        self.assertGreater(error, 0.005)
+        self.server.cli("check", "fp8")
+        self.server.cli("stream", "fp8", "--out", work / "fp8")
+        copied = self.server.cli("check", work / "fp8")
+        self.assertIn("1 of 1 shards verified", copied.stdout)
+
+    def test_delete_asks_and_leaves_nothing(self):
+        job = self.submit("gone")
+        refused = self.server.cli("delete", "gone", expect=2)
+        self.assertIn("--yes", refused.stderr)
+        self.server.cli("delete", "gone", "--yes")
+        self.assertFalse(pathlib.Path(job["shards_path"]).exists())
+        self.server.cli("show", "gone", expect=1)
+
+
 class FaultsTest(unittest.TestCase):
     def test_killed_in_mid_job_completes_and_equals_a_clean_run(self):
         prompts = work / "many.jsonl"

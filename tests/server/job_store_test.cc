@@ -334,6 +334,7 @@ TEST_F(JobStoreTest, AFileOfAnEarlierVersionIsBroughtUpToDate) {
     ASSERT_OK(
         old.Execute("ALTER TABLE samples DROP COLUMN excluded; DROP TABLE doomed; "
                     "ALTER TABLE jobs DROP COLUMN stop_ids; "
+                    "ALTER TABLE shards DROP COLUMN evicted; "
                     "PRAGMA user_version = 1;"));
   }
   Reopen();

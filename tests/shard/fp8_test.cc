@@ -24,7 +24,8 @@ std::vector<double> Magnitudes() {
 size_t Nearest(const std::vector<double>& magnitudes, double value) {
   size_t best = 0;
   for (size_t code = 1; code < magnitudes.size(); ++code) {
-    const double now = std::abs(magnitudes[code] - value), then = std::abs(magnitudes[best] - value);
+    const double now = std::abs(magnitudes[code] - value),
+                 then = std::abs(magnitudes[best] - value);
     if (now < then || (now == then && code % 2 == 0)) best = code;
   }
   return best;
@@ -37,7 +38,8 @@ struct Encoded {
   std::vector<uint16_t> decoded;
 };
 Encoded EncodeRow(const std::vector<uint16_t>& values) {
-  Encoded row{0, 0, std::vector<uint8_t>(values.size(), 0xAA), std::vector<uint16_t>(values.size())};
+  Encoded row{0, 0, std::vector<uint8_t>(values.size(), 0xAA),
+              std::vector<uint16_t>(values.size())};
   const Fp8Row facts = EncodeFp8Row(values, row.codes, row.decoded);
   row.scale = facts.scale;
   row.squared_error = facts.squared_error;
@@ -81,7 +83,7 @@ TEST(Fp8Test, DecodedRowsAreBf16AndEncodeToThemselves) {
     std::vector<uint16_t> values(65);
     for (uint16_t& value : values) {
       value = static_cast<uint16_t>(random());
-      if ((value & 0x7f80) == 0x7f80) value = 0;  // not finite
+      if ((value & 0x7f80) == 0x7f80) value = 0;                                     // not finite
       if (round % 2 == 0) value = static_cast<uint16_t>((value & 0x83ff) | 0x3c00);  // around 1
     }
     const Encoded row = EncodeRow(values);

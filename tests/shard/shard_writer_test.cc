@@ -242,6 +242,37 @@ TEST(ShardWriterTest, Fp8StatesComeBackRoundedAndSayByHowMuch) {
   }
 }
 
+TEST(ShardWriterTest, AShardWithoutStatesKeepsTokensAndStatistics) {
+  const TempDir folder;
+  ShardConfig config = MakeShardConfig(128, {2, 8});
+  std::vector<TestSample> samples = {MakeSample(config, 3, 1), MakeSample(config, 40, 2)};
+  ASSERT_OK(WriteShard(folder / "a.h5", config, samples));
+  ASSERT_OK_AND_ASSIGN(const auto whole, ShardReader::Open(folder / "a.h5"));
+  ASSERT_OK_AND_ASSIGN(const auto statistics, whole->ReadStatistics());
+  config.dtype = StatesDtype::kNone;
+  for (TestSample& sample : samples) sample.states.clear();
+  ASSERT_OK(WriteShard(folder / "b.h5", config, samples, {.kept_statistics = statistics}));
+  ASSERT_OK_AND_ASSIGN(const auto rest, ShardReader::Open(folder / "b.h5"));
+  EXPECT_THAT(rest->config().boundaries, ElementsAre(2, 8));
+  EXPECT_EQ(rest->config().dtype, StatesDtype::kNone);
+  EXPECT_EQ(rest->rows(), 43);
+  for (int64_t i = 0; i < 2; ++i) {
+    ASSERT_OK_AND_ASSIGN(const SampleRecord record, rest->ReadRecord(i));
+    const SampleRecord& expected = samples[static_cast<size_t>(i)].record;
+    EXPECT_EQ(record.input_ids, expected.input_ids);
+    EXPECT_EQ(record.loss_mask, expected.loss_mask);
+    EXPECT_EQ(record.logprobs, expected.logprobs);
+  }
+  ASSERT_OK_AND_ASSIGN(const auto damaged, rest->Verify());
+  EXPECT_THAT(damaged, IsEmpty());
+  ASSERT_OK_AND_ASSIGN(const auto kept, rest->ReadStatistics());
+  EXPECT_EQ(kept[1].mean, statistics[1].mean);
+  EXPECT_EQ(kept[1].count, 43);
+  std::vector<uint16_t> row(128);
+  EXPECT_THAT(rest->ReadStates(0, 0, row),
+              StatusIs(absl::StatusCode::kFailedPrecondition, "evicted"));
+}
+
 TEST(ShardWriterTest, StatisticsComeBackToTheLastBit) {
   const TempDir folder;
   const ShardConfig config = MakeShardConfig(128, {1, 8});
