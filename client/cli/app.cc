@@ -102,7 +102,7 @@ std::string RefuseNegative(const std::string& text) {
 }
 
 std::vector<Command> AllCommands() {
-  std::vector<Command> commands = {SubmitCommand()};
+  std::vector<Command> commands = {SubmitCommand(), EstimateCommand()};
   const auto add = [&](std::vector<Command> more) {
     for (Command& command : more) commands.push_back(std::move(command));
   };

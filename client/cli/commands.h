@@ -8,6 +8,7 @@
 namespace statetap {
 
 Command SubmitCommand();
+Command EstimateCommand();
 std::vector<Command> JobCommands();     // list, show, watch, pause, resume, cancel, retry, delete
 std::vector<Command> SampleCommands();  // samples, rejected, exclude
 std::vector<Command> ShardCommands();   // shards, check

@@ -9,6 +9,7 @@
 #include "client/cli/text_width.h"
 #include "client/lib/feature_receiver.h"
 #include "client/lib/proto_json.h"
+#include "client/lib/sample_choice.h"
 #include "extractor/base/json.h"
 
 namespace statetap {
@@ -19,6 +20,8 @@ struct SubmitFlags {
   std::string from;
   JobFlags job;
   std::string max_rejected = "0";
+  std::optional<int64_t> sample;
+  uint64_t sample_seed = 0;
   bool wait = false, skip_bad = false, dry_run = false;
 };
 
@@ -52,8 +55,14 @@ void WarnAboutTaps(Context& context, const v1::JobOptions& options, Client& clie
 // Sends the samples of the files, as often as it takes: an equal job is the same job.
 class Upload {
  public:
-  Upload(const InputFiles& files, Context& context, int64_t samples, bool skip_bad)
-      : files_(files), context_(context), samples_(samples), skip_bad_(skip_bad) {}
+  // `chosen`: by sample, in order; empty takes all.
+  Upload(const InputFiles& files, Context& context, std::vector<bool> chosen, int64_t samples,
+         bool skip_bad)
+      : files_(files),
+        context_(context),
+        chosen_(std::move(chosen)),
+        samples_(samples),
+        skip_bad_(skip_bad) {}
 
   absl::StatusOr<v1::Job> Run(Client& client, const v1::JobOptions& options) {
     const auto progress = context_.MakeProgress();
@@ -67,7 +76,8 @@ class Upload {
  private:
   absl::StatusOr<v1::Job> Try(Client& client, const v1::JobOptions& options, Progress& progress) {
     int64_t sent = 0;
-    return client.CreateJob(options, [&](const Client::SendBatch& send) -> absl::Status {
+    size_t seen = 0;
+    return client.CreateJob(options, [&](const Client::SendSamples& send) -> absl::Status {
       SampleBatcher batcher(send);
       STATETAP_RETURN_IF_ERROR(files_.ForEach(
           [&](InputLine line) -> absl::Status {
@@ -76,6 +86,8 @@ class Upload {
             if (!line.parsed.ok())
               return absl::FailedPreconditionError(
                   fmt::format("{}: was good when checked; the file changes", At(line.place)));
+            if (!chosen_.empty() && (seen >= chosen_.size() || !chosen_[seen++]))
+              return absl::OkStatus();
             progress.ShowCount("uploading", ++sent, samples_);
             return batcher.Add(std::move(line.parsed->sample));
           },
@@ -86,9 +98,21 @@ class Upload {
 
   const InputFiles& files_;
   Context& context_;
+  std::vector<bool> chosen_;
   int64_t samples_;
   bool skip_bad_;
 };
+
+absl::StatusOr<std::vector<bool>> Choose(const InputFiles& files, int64_t count, uint64_t seed) {
+  SampleChoice choice(seed);
+  STATETAP_RETURN_IF_ERROR(files.ForEach(
+      [&](const InputLine& line) {
+        if (line.parsed.ok()) choice.Add(line.parsed->sample);
+        return absl::OkStatus();
+      },
+      nullptr));
+  return choice.Choose(count);
+}
 
 // The tokens of a job's stored samples, excluded ones left out, as samples of a prefill job.
 absl::StatusOr<v1::Job> CaptureAgain(Context& context, Client& client, const std::string& from,
@@ -111,7 +135,7 @@ absl::StatusOr<v1::Job> CaptureAgain(Context& context, Client& client, const std
   start.add_boundaries(-1);
   const auto progress = context.MakeProgress();
   const int64_t total = source.counts().stored() - source.counts().excluded();
-  return client.CreateJob(options, [&](const Client::SendBatch& send) -> absl::Status {
+  return client.CreateJob(options, [&](const Client::SendSamples& send) -> absl::Status {
     STATETAP_ASSIGN_OR_RETURN(const auto receiver, FeatureReceiver::Open(client, start, {}));
     SampleBatcher batcher(send);
     for (int64_t sent = 0;;) {
@@ -199,50 +223,67 @@ absl::StatusOr<int> Submit(Context& context, const SubmitFlags& flags) {
   STATETAP_ASSIGN_OR_RETURN(const InputSummary summary,
                             CheckInput(context, *files, flags.skip_bad));
   STATETAP_RETURN_IF_ERROR(SetMode(summary, options));
-  if (options.name().empty()) options.set_name(files->DefaultName());
+  int64_t samples = summary.samples;
+  std::vector<bool> chosen;
+  if (flags.sample && *flags.sample < samples) {
+    samples = *flags.sample;
+    STATETAP_ASSIGN_OR_RETURN(chosen, Choose(*files, samples, flags.sample_seed));
+  }
+  if (options.name().empty() && !files->DefaultName().empty()) {
+    options.set_name(chosen.empty() ? files->DefaultName()
+                                    : fmt::format("{} {} of {}", files->DefaultName(), samples,
+                                                  summary.samples));
+  }
   if (flags.dry_run) return PrintPlan(context, summary, options);
 
   STATETAP_ASSIGN_OR_RETURN(Client* const client, context.client());
   WarnAboutTaps(context, options, *client);
   STATETAP_ASSIGN_OR_RETURN(
       const v1::Job job,
-      Upload(*files, context, summary.samples, flags.skip_bad).Run(*client, options));
+      Upload(*files, context, std::move(chosen), samples, flags.skip_bad).Run(*client, options));
   return ReportJob(context, job, flags.wait, max_rejected);
 }
 
 }  // namespace
 
 Command SubmitCommand() {
-  return {"submit", "Checks files of prompts or chats, uploads them and prints the job's id",
-          "Input: JSON lines (.jsonl, also gzip or zstd; - is standard input), each one of\n"
-          "  {\"id\", \"messages\": [...], \"tools\": [...]}         a chat\n"
-          "  {\"id\", \"prompt\": \"text\"}                          raw text\n"
-          "  {\"id\", \"input_ids\": [...], \"loss_mask\": [...]}    token ids\n"
-          "  {\"prompt_token_ids\": [...], \"token_ids\": [...]}   another engine's answer\n"
-          "  {\"custom_id\", \"body\": {\"messages\": ...}}          an OpenAI batch line\n"
-          "  {\"conversations\": [{\"from\", \"value\"}, ...]}       ShareGPT\n"
-          "and optionally source, meta (scalars), thinking, max_new_tokens.\n\n"
-          "Examples:\n  statetap submit prompts.jsonl --wait\n"
-          "  statetap submit chats.jsonl.gz --mode prefill --taps 2,4,5\n"
-          "  zcat more.gz | statetap submit - --name more --max-rejected 1%\n"
-          "  statetap submit --from mine --taps 1,4,6 --wait",
-          [](CLI::App& app) -> Runner {
-            auto flags = std::make_shared<SubmitFlags>();
-            app.add_option("FILE", flags->files, "JSON lines; - is standard input");
-            app.add_option("--from", flags->from,
-                           "Capture the tokens of a stored job again, with other taps or another "
-                           "model; nothing is generated");
-            app.add_flag("--wait", flags->wait, "Show progress and exit as the job ends");
-            app.add_flag("--dry-run", flags->dry_run, "Check the files and submit nothing");
-            app.add_flag("--skip-bad", flags->skip_bad,
-                         "List lines that are no samples, skip them");
-            app.add_option("--max-rejected", flags->max_rejected,
-                           "With --wait: more rejected samples than N or P% exit with 3 [0]");
-            AddTextFlags(app, flags->job);
-            AddSamplingFlags(app, flags->job);
-            AddCaptureFlags(app, flags->job);
-            return [=](Context& context) { return Submit(context, *flags); };
-          }};
+  return {
+      "submit", "Checks files of prompts or chats, uploads them and prints the job's id",
+      "Input: JSON lines (.jsonl, also gzip or zstd; - is standard input), each one of\n"
+      "  {\"id\", \"messages\": [...], \"tools\": [...]}         a chat\n"
+      "  {\"id\", \"prompt\": \"text\"}                          raw text\n"
+      "  {\"id\", \"input_ids\": [...], \"loss_mask\": [...]}    token ids\n"
+      "  {\"prompt_token_ids\": [...], \"token_ids\": [...]}   another engine's answer\n"
+      "  {\"custom_id\", \"body\": {\"messages\": ...}}          an OpenAI batch line\n"
+      "  {\"conversations\": [{\"from\", \"value\"}, ...]}       ShareGPT\n"
+      "and optionally source, meta (scalars), thinking, max_new_tokens.\n\n"
+      "Examples:\n  statetap submit prompts.jsonl --wait\n"
+      "  statetap submit chats.jsonl.gz --mode prefill --taps 2,4,5\n"
+      "  statetap submit chats.jsonl --sample 10 --wait          # a pilot, then 1000, then all\n"
+      "  zcat more.gz | statetap submit - --name more --max-rejected 1%\n"
+      "  statetap submit --from mine --taps 1,4,6 --wait",
+      [](CLI::App& app) -> Runner {
+        auto flags = std::make_shared<SubmitFlags>();
+        app.add_option("FILE", flags->files, "JSON lines; - is standard input");
+        app.add_option("--from", flags->from,
+                       "Capture the tokens of a stored job again, with other taps or another "
+                       "model; nothing is generated");
+        app.add_option("--sample", flags->sample,
+                       "Take N of the samples, of each source its share; fewer are always "
+                       "among more")
+            ->check(CLI::PositiveNumber);
+        app.add_option("--sample-seed", flags->sample_seed, "Of the choice [0]")
+            ->check(RefuseNegative);
+        app.add_flag("--wait", flags->wait, "Show progress and exit as the job ends");
+        app.add_flag("--dry-run", flags->dry_run, "Check the files and submit nothing");
+        app.add_flag("--skip-bad", flags->skip_bad, "List lines that are no samples, skip them");
+        app.add_option("--max-rejected", flags->max_rejected,
+                       "With --wait: more rejected samples than N or P% exit with 3 [0]");
+        AddTextFlags(app, flags->job);
+        AddSamplingFlags(app, flags->job);
+        AddCaptureFlags(app, flags->job);
+        return [=](Context& context) { return Submit(context, *flags); };
+      }};
 }
 
 }  // namespace statetap

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <thread>
+#include <utility>
 
 namespace statetap {
 namespace {
@@ -253,44 +254,65 @@ absl::Status Client::ForEachRejected(
   return absl::OkStatus();
 }
 
+// Sends `first`, then what `fill` gives as further messages; the status of the call, or of `fill`
+// where that broke off.
+template <typename Writer, typename Request>
+absl::Status Client::Upload(Writer& writer, grpc::ClientContext& context, const Request& first,
+                            const std::function<absl::Status(const SendSamples&)>& fill) {
+  bool open = writer.Write(first);
+  if (open) {
+    const absl::Status filled = fill([&](Samples samples) {
+      Request batch;
+      *batch.mutable_samples() = std::move(samples);
+      open = open && writer.Write(batch);
+      return open;
+    });
+    if (!filled.ok() && open) {  // else the server's status says more
+      context.TryCancel();
+      (void)writer.Finish();
+      return filled;
+    }
+  }
+  if (open) writer.WritesDone();
+  return StatusFrom(writer.Finish());
+}
+
 absl::StatusOr<v1::Job> Client::CreateJob(
-    const v1::JobOptions& options, const std::function<absl::Status(const SendBatch&)>& fill) {
+    const v1::JobOptions& options, const std::function<absl::Status(const SendSamples&)>& fill) {
   Call call(*this);
   v1::Job job;
   const auto writer = jobs_->CreateJob(call.context(), &job);
   v1::CreateJobRequest first;
   *first.mutable_options() = options;
-  bool open = writer->Write(first);
-  if (open) {
-    const absl::Status filled = fill([&](const v1::CreateJobRequest& batch) {
-      open = open && writer->Write(batch);
-      return open;
-    });
-    if (!filled.ok() && open) {  // else the server's status says more
-      call.context()->TryCancel();
-      (void)writer->Finish();
-      return filled;
-    }
-  }
-  if (open) writer->WritesDone();
-  const grpc::Status status = writer->Finish();
-  if (!status.ok()) return StatusFrom(status);
+  STATETAP_RETURN_IF_ERROR(Upload(*writer, *call.context(), first, fill));
   return job;
+}
+
+absl::StatusOr<v1::EstimateResponse> Client::Estimate(
+    const v1::JobOptions& options, const std::string& pilot,
+    const std::function<absl::Status(const SendSamples&)>& fill) {
+  Call call(*this);
+  v1::EstimateResponse response;
+  const auto writer = model_->Estimate(call.context(), &response);
+  v1::EstimateRequest first;
+  *first.mutable_options() = options;
+  first.set_pilot(pilot);
+  STATETAP_RETURN_IF_ERROR(Upload(*writer, *call.context(), first, fill));
+  return response;
 }
 
 absl::Status SampleBatcher::Add(v1::SampleInput sample) {
   const size_t bytes = sample.ByteSizeLong() + 8;  // its tag and length
-  if (batch_.samples_size() >= kMaxSamples || (bytes_ > 0 && bytes_ + bytes > kMaxBytes))
+  if (batch_.size() >= kMaxSamples || (bytes_ > 0 && bytes_ + bytes > kMaxBytes))
     STATETAP_RETURN_IF_ERROR(Flush());
-  *batch_.add_samples() = std::move(sample);
+  *batch_.Add() = std::move(sample);
   bytes_ += bytes;
   return absl::OkStatus();
 }
 
 absl::Status SampleBatcher::Flush() {
-  if (batch_.samples_size() == 0) return absl::OkStatus();
-  const bool open = send_(batch_);
-  batch_.Clear();
+  if (batch_.empty()) return absl::OkStatus();
+  const bool open = send_(std::exchange(batch_, {}));
   bytes_ = 0;
   return open ? absl::OkStatus() : absl::AbortedError("the server ended the upload");
 }

@@ -41,11 +41,12 @@ class Client {
   ~Client();
 
   // Answers false once the server no longer listens: stop sending, its status follows.
-  using SendBatch = std::function<bool(const v1::CreateJobRequest&)>;
+  using Samples = google::protobuf::RepeatedPtrField<v1::SampleInput>;
+  using SendSamples = std::function<bool(Samples)>;
   // `fill` sends batches (SampleBatcher makes good ones); if it fails nothing is left on the server
   // and its status is returned. Not tried again: the caller can, as an equal job is the same job.
   absl::StatusOr<v1::Job> CreateJob(const v1::JobOptions& options,
-                                    const std::function<absl::Status(const SendBatch&)>& fill);
+                                    const std::function<absl::Status(const SendSamples&)>& fill);
   absl::StatusOr<v1::Job> GetJob(const std::string& job);
   absl::StatusOr<std::vector<v1::Job>> ListJobs();
   absl::StatusOr<v1::Job> CancelJob(const std::string& job);
@@ -73,6 +74,10 @@ class Client {
   absl::StatusOr<v1::Statistics> GetStatistics(const std::string& job, bool channels);
 
   absl::StatusOr<v1::ModelDescription> DescribeModel();
+  // As CreateJob, and nothing is made. `pilot` may be empty.
+  absl::StatusOr<v1::EstimateResponse> Estimate(
+      const v1::JobOptions& options, const std::string& pilot,
+      const std::function<absl::Status(const SendSamples&)>& fill);
   // Answers false once the server no longer listens.
   using SendRender = std::function<bool(const v1::RenderRequest&)>;
   // `fill` sends requests, on a thread of its own; `on_rendered` gets the answers in order. The
@@ -107,6 +112,9 @@ class Client {
 
  private:
   Client(std::string server, const ClientOptions& options);
+  template <typename Writer, typename Request>
+  absl::Status Upload(Writer& writer, grpc::ClientContext& context, const Request& first,
+                      const std::function<absl::Status(const SendSamples&)>& fill);
   template <typename Response, typename Method, typename Request>
   absl::StatusOr<Response> Ask(Method method, const Request& request,
                                std::chrono::milliseconds deadline, int attempts);
@@ -131,14 +139,14 @@ class SampleBatcher {
   static constexpr size_t kMaxBytes = (size_t{4} << 20) - 4096;  // a margin for framing
   static constexpr int kMaxSamples = 10'000;
 
-  explicit SampleBatcher(const Client::SendBatch& send) : send_(send) {}
+  explicit SampleBatcher(const Client::SendSamples& send) : send_(send) {}
   // ABORTED once the server no longer listens.
   absl::Status Add(v1::SampleInput sample);
   absl::Status Flush();
 
  private:
-  const Client::SendBatch& send_;
-  v1::CreateJobRequest batch_;
+  const Client::SendSamples& send_;
+  Client::Samples batch_;
   size_t bytes_ = 0;
 };
 

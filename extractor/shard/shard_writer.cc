@@ -337,6 +337,23 @@ void Writer::Discard() {
 
 }  // namespace
 
+int64_t ExpectedShardBytes(const ShardConfig& config, int64_t rows, int64_t samples,
+                           int64_t shard_bytes) {
+  constexpr int64_t kTextOfSample = 256 + 64;  // and its columns of numbers
+  const int64_t statistics =
+      static_cast<int64_t>(config.boundaries.size()) * (5 * 8 * config.hidden + 8 * kRmsBins);
+  const int64_t states = rows * StatesRowBytes(config);
+  const int64_t shards = std::max<int64_t>(1, (states + shard_bytes - 1) / shard_bytes);
+  const int64_t rows_of_shard = (rows + shards - 1) / shards;
+  int64_t bytes = statistics;
+  for (const BulkDataset& dataset : BulkDatasetsOf(config, 0)) {
+    const int64_t chunks =
+        (rows_of_shard + dataset.shape.rows_per_chunk - 1) / dataset.shape.rows_per_chunk;
+    bytes += chunks * dataset.shape.chunk_bytes();
+  }
+  return shards * bytes + samples * kTextOfSample;
+}
+
 absl::StatusOr<std::unique_ptr<ShardWriter>> ShardWriter::Create(const std::filesystem::path& path,
                                                                  const ShardConfig& config,
                                                                  const Options& options) {

@@ -57,6 +57,11 @@ struct ShardSummary {
   std::string digest;  // XXH3 over the samples' checksums in order, hex
 };
 
+// Of the files that hold `rows` tokens of `samples` samples in shards of `shard_bytes` of states:
+// whole chunks, tables and about 256 bytes of text a sample.
+int64_t ExpectedShardBytes(const ShardConfig& config, int64_t rows, int64_t samples,
+                           int64_t shard_bytes);
+
 class ShardWriter {
  public:
   // A few samples spread over the shard (one at least, others while they make up less than 2 % of

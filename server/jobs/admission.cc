@@ -328,6 +328,10 @@ absl::Status Admission::Add(const google::protobuf::RepeatedPtrField<v1::SampleI
   for (int i = 0; i < samples.size(); ++i) {
     SampleRow& row = rows[static_cast<size_t>(i)];
     row.id = IdOf(samples[i], row.digest);
+    if (!row.rejection) {
+      ++samples_;
+      tokens_ += static_cast<int64_t>(row.ids.size());
+    }
     row.split = SplitOf(row.id, plan_->options.eval_fraction());
   }
   STATETAP_ASSIGN_OR_RETURN(const JobStore::Added added, store_->AddSamples(open_->key(), rows));
@@ -335,9 +339,18 @@ absl::Status Admission::Add(const google::protobuf::RepeatedPtrField<v1::SampleI
   return absl::OkStatus();
 }
 
-absl::StatusOr<JobStore::Published> Admission::Finish() {
+absl::StatusOr<JobStore::Published> Admission::Finish(int64_t free_bytes) {
   if (!open_) {
     return absl::InvalidArgumentError("samples: none came; a job needs at least one");
+  }
+  const int64_t bytes = ShardBytes(*plan_, *model_, tokens_, samples_);
+  if (bytes > free_bytes) {
+    return absl::ResourceExhaustedError(fmt::format(
+        "the job's shards need at least {} bytes ({} tokens of {} samples before any answer) and "
+        "{} "
+        "are free; free space, start the server with other --shards, or submit fewer samples, "
+        "fewer taps or --states fp8",
+        bytes, tokens_, samples_, free_bytes));
   }
   const int64_t key = open_->Release();  // Publish removes what it refuses
   const auto difference = [&](std::string_view theirs) {

@@ -1,6 +1,7 @@
 // From what a client sends to what the engine runs: rendering, tokens, masks, digests, refusals.
 #pragma once
 
+#include <limits>
 #include <map>
 #include <memory>
 #include <optional>
@@ -66,8 +67,10 @@ class Admission {
 
   static constexpr int kMaxBatch = 10000;
   absl::Status Add(const google::protobuf::RepeatedPtrField<v1::SampleInput>& samples);
-  // INVALID_ARGUMENT where no sample came.
-  absl::StatusOr<JobStore::Published> Finish();
+  // INVALID_ARGUMENT where no sample came; RESOURCE_EXHAUSTED where what is certain to be stored
+  // (of prompts to be answered the prompts alone) needs more than `free_bytes`.
+  absl::StatusOr<JobStore::Published> Finish(
+      int64_t free_bytes = std::numeric_limits<int64_t>::max());
   int64_t duplicates() const { return duplicates_; }
 
  private:
@@ -83,6 +86,7 @@ class Admission {
   std::optional<UnpublishedJob> open_;
   std::map<std::string, int64_t> repeats_;  // of digests that serve as ids
   int64_t duplicates_ = 0;
+  int64_t tokens_ = 0, samples_ = 0;  // certain to be stored
 };
 
 }  // namespace statetap

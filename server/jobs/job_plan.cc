@@ -158,6 +158,19 @@ absl::StatusOr<JobPlan> PlanJob(const v1::JobOptions& given, bool generate,
   return plan;
 }
 
+StatesDtype DtypeOf(const JobPlan& plan) {
+  return plan.options.states() == "fp8" ? StatesDtype::kFp8 : StatesDtype::kBf16;
+}
+
+int64_t ShardBytes(const JobPlan& plan, const ServedModel& model, int64_t tokens, int64_t samples) {
+  ShardConfig config;
+  config.hidden = model.config.hidden;
+  config.boundaries = plan.boundaries;
+  config.dtype = DtypeOf(plan);
+  return ExpectedShardBytes(config, tokens, samples,
+                            static_cast<int64_t>(plan.options.shard_bytes()));
+}
+
 absl::StatusOr<JobPlan> PlanOfStored(std::string_view serialized_options,
                                      const ServedModel& model) {
   v1::JobOptions options;

@@ -44,6 +44,10 @@ SampleTask TaskOf(const JobPlan& plan, const SampleRow& sample, std::string_view
 // Of a prompt: its own limit or the job's, and what max_length leaves.
 int32_t MaxNewTokens(const JobPlan& plan, const SampleRow& sample);
 
+StatesDtype DtypeOf(const JobPlan& plan);
+// Expected bytes of the job's shard files.
+int64_t ShardBytes(const JobPlan& plan, const ServedModel& model, int64_t tokens, int64_t samples);
+
 double DefaultTemperature(bool thinking);
 
 // The options as one JSON object, field names as in the contract, enums in lower case ("generate");

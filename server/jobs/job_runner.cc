@@ -74,7 +74,7 @@ ShardConfig JobRunner::ShardConfigOf(const JobRecord& record, const JobPlan& pla
   config.hidden = model_.config.hidden;
   config.layers = model_.config.num_layers;
   config.boundaries = plan.boundaries;
-  config.dtype = plan.options.states() == "fp8" ? StatesDtype::kFp8 : StatesDtype::kBf16;
+  config.dtype = DtypeOf(plan);
   config.rms_norm_eps = model_.config.rms_norm_eps;
   config.inner_eps = model_.inner_eps;
   config.rope_json = model_.RopeJson();

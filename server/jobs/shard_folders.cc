@@ -1,6 +1,9 @@
 #include "server/jobs/shard_folders.h"
 
+#include <sys/stat.h>
+
 #include <algorithm>
+#include <set>
 #include <system_error>
 #include <utility>
 
@@ -15,7 +18,7 @@ std::filesystem::path Normal(const std::filesystem::path& path) {
   return error ? std::filesystem::absolute(path).lexically_normal() : full;
 }
 
-uintmax_t FreeBytes(const std::filesystem::path& root) {
+uintmax_t Available(const std::filesystem::path& root) {
   std::error_code error;
   const auto space = std::filesystem::space(root, error);
   return error ? 0 : space.available;
@@ -34,13 +37,27 @@ absl::StatusOr<std::filesystem::path> ShardFolders::PathFor(const std::string& j
   const auto& root = roots_.size() == 1
                          ? roots_[0]
                          : *std::max_element(roots_.begin(), roots_.end(), [](auto& a, auto& b) {
-                             return FreeBytes(a) < FreeBytes(b);
+                             return Available(a) < Available(b);
                            });
   const std::filesystem::path folder = root / job;
   std::error_code error;
   std::filesystem::create_directories(folder, error);
   if (error) return ErrnoStatus(error.value(), "cannot make the folder", folder);
   return folder / fmt::format("shard-{:06}.h5", seq);
+}
+
+int64_t ShardFolders::FreeBytes() const {
+  std::set<dev_t> seen;
+  int64_t bytes = 0;
+  for (const auto& root : roots_) {
+    std::filesystem::path there = root;  // it is made with the first shard
+    while (!std::filesystem::exists(there) && there.has_relative_path())
+      there = there.parent_path();
+    struct stat facts {};
+    if (::stat(there.c_str(), &facts) != 0 || !seen.insert(facts.st_dev).second) continue;
+    bytes += static_cast<int64_t>(Available(there));
+  }
+  return bytes;
 }
 
 std::filesystem::path ShardFolders::Folder(const std::string& job) const { return roots_[0] / job; }

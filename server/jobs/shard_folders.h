@@ -19,6 +19,7 @@ class ShardFolders {
   // A shard to be written now: on the root with the most free space, in a folder that is made where
   // it is missing.
   absl::StatusOr<std::filesystem::path> PathFor(const std::string& job, int64_t seq) const;
+  int64_t FreeBytes() const;  // on all roots, each file system once
   std::filesystem::path Folder(const std::string& job) const;  // on the first root
   std::vector<std::filesystem::path> Folders(const std::string& job) const;
   std::string ToStored(const std::filesystem::path& path) const;

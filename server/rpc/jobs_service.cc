@@ -166,7 +166,8 @@ absl::StatusOr<v1::Job> JobsService::Upload(grpc::ServerContext& call,
   }
   if (call.IsCancelled()) return absl::CancelledError("the upload broke off; nothing was kept");
   if (!admission) return absl::InvalidArgumentError("options: no message came");
-  STATETAP_ASSIGN_OR_RETURN(const JobStore::Published published, admission->Finish());
+  STATETAP_ASSIGN_OR_RETURN(const JobStore::Published published,
+                            admission->Finish(context_.folders.FreeBytes()));
   if (!published.existed) STATETAP_RETURN_IF_ERROR(context_.runner.Submit(published.job));
   LogInfo("{} \"{}\": {} samples{}{}", published.job.id, published.job.name,
           published.job.counts.submitted, published.existed ? ", submitted before" : "",

@@ -4,6 +4,7 @@
 
 #include "extractor/base/digest.h"
 #include "server/jobs/admission.h"
+#include "server/jobs/estimate.h"
 #include "server/rpc/convert.h"
 
 namespace statetap {
@@ -97,6 +98,27 @@ grpc::Status ModelService::Render(
     if (!stream->Write(RenderOne(request, options, context_.model))) break;
   }
   return grpc::Status::OK;
+}
+
+grpc::Status ModelService::Estimate(grpc::ServerContext*,
+                                    grpc::ServerReader<v1::EstimateRequest>* reader,
+                                    v1::EstimateResponse* response) {
+  const auto estimate = [&]() -> absl::Status {
+    std::optional<Estimator> estimator;
+    v1::EstimateRequest request;
+    while (reader->Read(&request)) {
+      if (context_.draining) return Draining();
+      if (!estimator) {
+        STATETAP_ASSIGN_OR_RETURN(estimator, Estimator::Begin(context_.store, context_.model,
+                                                              request.options(), request.pilot()));
+      }
+      STATETAP_RETURN_IF_ERROR(estimator->Add(request.samples()));
+    }
+    if (!estimator) return absl::InvalidArgumentError("options: no message came");
+    STATETAP_ASSIGN_OR_RETURN(*response, estimator->Finish(context_.folders.FreeBytes()));
+    return absl::OkStatus();
+  };
+  return ToGrpc(estimate());
 }
 
 absl::StatusOr<SampleTask> ModelService::AnswerTask(const v1::GenerateRequest& request) const {

@@ -14,6 +14,8 @@ class ModelService final : public v1::Model::Service {
                              v1::ModelDescription* response) override;
   grpc::Status Render(grpc::ServerContext* call,
                       grpc::ServerReaderWriter<v1::Rendered, v1::RenderRequest>* stream) override;
+  grpc::Status Estimate(grpc::ServerContext* call, grpc::ServerReader<v1::EstimateRequest>* reader,
+                        v1::EstimateResponse* response) override;
   grpc::Status Generate(grpc::ServerContext* call, const v1::GenerateRequest* request,
                         grpc::ServerWriter<v1::GenerateResponse>* writer) override;
 

@@ -255,5 +255,20 @@ TEST_F(AdmissionTest, SplitIsAHashOfTheId) {
   EXPECT_NEAR(static_cast<double>(eval), 100, 30);
 }
 
+TEST_F(AdmissionTest, AJobThatCannotFitOnTheDiskIsRefused) {
+  testing::JobHarness harness;
+  const auto submit = [&](int64_t free_bytes) -> absl::Status {
+    STATETAP_ASSIGN_OR_RETURN(Admission admission,
+                              Admission::Begin(*harness.store, harness.model, {}));
+    google::protobuf::RepeatedPtrField<v1::SampleInput> batch;
+    *batch.Add() = testing::IdsSample("a", std::vector<int32_t>(200, 1));
+    STATETAP_RETURN_IF_ERROR(admission.Add(batch));
+    return admission.Finish(free_bytes).status();
+  };
+  EXPECT_THAT(submit(200 * 4 * 16 * 2),
+              testing::StatusIs(absl::StatusCode::kResourceExhausted, "200 tokens of 1 samples"));
+  EXPECT_OK(submit(int64_t{1} << 30));
+}
+
 }  // namespace
 }  // namespace statetap

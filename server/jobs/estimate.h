@@ -1,0 +1,75 @@
+// What a job would come to, before it is made: tokens, bytes, seconds. Nothing is stored.
+#pragma once
+
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "extractor/base/worker_pool.h"
+#include "server/jobs/job_plan.h"
+#include "server/store/job_store.h"
+#include "statetap/v1/model.pb.h"
+
+namespace statetap {
+
+// How long answers were in a job, by source. Answers that hit their limit count with the length
+// they had.
+class AnswerLengths {
+ public:
+  static absl::StatusOr<AnswerLengths> OfJob(const JobStore& store, const JobRecord& job);
+  // The mean of min(length, room) over the answers of `source`, or of all where it has none; and
+  // the share of them that `room` cuts. REQUIRES: room >= 1.
+  struct Expected {
+    double tokens, cut;
+  };
+  Expected Of(const std::string& source, int64_t room) const;
+  int64_t answers() const { return static_cast<int64_t>(all_.lengths.size()); }
+
+ private:
+  struct Lengths {
+    std::vector<int64_t> lengths;    // ascending
+    std::vector<double> sums = {0};  // of the first i
+    void Sort();
+    Expected At(int64_t room) const;
+  };
+  Lengths all_;
+  std::map<std::string, Lengths> by_source_;
+};
+
+// Takes the samples of a job that is not there, in batches. One thread.
+class Estimator {
+ public:
+  // INVALID_ARGUMENT for options that cannot be; NOT_FOUND for a pilot that is not there,
+  // FAILED_PRECONDITION for one without generated answers. An empty pilot: answers are taken as
+  // long as the limits allow.
+  static absl::StatusOr<Estimator> Begin(const JobStore& store, const ServedModel& model,
+                                         const v1::JobOptions& options, const std::string& pilot);
+  absl::Status Add(const google::protobuf::RepeatedPtrField<v1::SampleInput>& samples);
+  // `free_bytes`: where shards go.
+  absl::StatusOr<v1::EstimateResponse> Finish(int64_t free_bytes) const;
+
+ private:
+  struct Prompt {
+    int32_t tokens, max_new_tokens;
+    int source;
+  };
+  Estimator(const JobStore& store, const ServedModel& model, const v1::JobOptions& options);
+  v1::LengthEstimate At(int32_t max_length) const;
+  absl::Status FindRate(v1::EstimateResponse& response) const;
+
+  const JobStore* store_;
+  const ServedModel* model_;
+  v1::JobOptions given_;
+  std::optional<JobPlan> plan_;
+  std::optional<AnswerLengths> lengths_;
+  std::optional<JobRecord> pilot_;
+  std::unique_ptr<WorkerPool> workers_;
+  std::vector<std::string> sources_;
+  std::map<std::string, int> source_index_;
+  std::vector<Prompt> prompts_;
+  int64_t refused_ = 0;  // whatever the length
+};
+
+}  // namespace statetap
