@@ -1,4 +1,6 @@
 // stats: per-boundary statistics as a table, JSON or a plot.
+#include <algorithm>
+
 #include "client/cli/commands.h"
 #include "client/cli/format.h"
 #include "client/cli/local_shards.h"
@@ -27,16 +29,25 @@ absl::StatusOr<v1::Statistics> StatisticsOf(Context& context, const StatsFlags& 
 void PrintTable(Context& context, const v1::Statistics& statistics) {
   context.out << fmt::format("{} rows of {} samples\n", FormatCount(statistics.rows()),
                              FormatCount(statistics.samples()));
-  Table table({Right("boundary"), Right("layer out"), Right("rows"), Right("mean"), Right("std"),
-               Right("rms p01"), Right("p50"), Right("p99"), Right("abs max"), Right("zero rows"),
-               Right("non-finite")});
-  for (const v1::BoundaryStatistics& boundary : statistics.boundaries())
-    table.Add({std::to_string(boundary.boundary()), std::to_string(boundary.layer_output()),
-               FormatCount(boundary.count()), FormatNumber(boundary.mean()),
-               FormatNumber(boundary.std()), FormatNumber(boundary.row_rms_p01()),
-               FormatNumber(boundary.row_rms_p50()), FormatNumber(boundary.row_rms_p99()),
-               FormatNumber(boundary.abs_max()), FormatCount(boundary.zero_rows()),
-               FormatCount(boundary.nonfinite())});
+  std::vector<Column> columns = {Right("boundary"),  Right("layer out"), Right("rows"),
+                                 Right("mean"),      Right("std"),       Right("rms p01"),
+                                 Right("p50"),       Right("p99"),       Right("abs max"),
+                                 Right("zero rows"), Right("non-finite")};
+  const bool rounded = std::any_of(statistics.boundaries().begin(), statistics.boundaries().end(),
+                                   [](const auto& b) { return b.relative_error() > 0; });
+  if (rounded) columns.push_back(Right("fp8 error"));
+  Table table(columns);
+  for (const v1::BoundaryStatistics& boundary : statistics.boundaries()) {
+    std::vector<std::string> row = {
+        std::to_string(boundary.boundary()),  std::to_string(boundary.layer_output()),
+        FormatCount(boundary.count()),        FormatNumber(boundary.mean()),
+        FormatNumber(boundary.std()),         FormatNumber(boundary.row_rms_p01()),
+        FormatNumber(boundary.row_rms_p50()), FormatNumber(boundary.row_rms_p99()),
+        FormatNumber(boundary.abs_max()),     FormatCount(boundary.zero_rows()),
+        FormatCount(boundary.nonfinite())};
+    if (rounded) row.push_back(fmt::format("{:.2f} %", 100 * boundary.relative_error()));
+    table.Add(row);
+  }
   context.out << table.Format(context.table_width());
 }
 

@@ -39,6 +39,8 @@ absl::StatusOr<ShardConfig> ShardConfigOf(const v1::StreamHeader& header) {
       if (value == nullptr) continue;
       config.*field = value->is_string() ? value->get<std::string>() : DumpJson(*value);
     }
+    if (const Json* dtype = FindMember(*attributes, "dtype"))
+      if (*dtype == NameOf(StatesDtype::kFp8)) config.dtype = StatesDtype::kFp8;
     if (const Json* mode = FindMember(*attributes, "template_mode"))
       config.thinking = *mode != "instant";
     if (const Json* eps = FindMember(*attributes, "inner_eps"); eps != nullptr && eps->is_number())

@@ -35,6 +35,7 @@ struct SampleRecord {
 // (extractor/shard/fp8.h), and so is what checksums are of. kNone: they were evicted; the
 // boundaries say which there were, their statistics are kept, samples are written and read without.
 enum class StatesDtype { kBf16, kFp8, kNone };
+std::string_view NameOf(StatesDtype dtype);  // the attribute "dtype"
 
 // What holds for a whole shard.
 struct ShardConfig {

@@ -199,7 +199,7 @@ absl::Status WriteConfig(Hdf5File* file, const ShardConfig& config) {
   STATETAP_RETURN_IF_ERROR(file->SetAttribute("final_norm", std::string_view("pre")));
   STATETAP_RETURN_IF_ERROR(file->SetAttribute("rms_norm_eps", config.rms_norm_eps));
   STATETAP_RETURN_IF_ERROR(file->SetAttribute("inner_eps", config.inner_eps));
-  STATETAP_RETURN_IF_ERROR(file->SetAttribute("dtype", kDtypes[static_cast<size_t>(config.dtype)]));
+  STATETAP_RETURN_IF_ERROR(file->SetAttribute("dtype", NameOf(config.dtype)));
   STATETAP_RETURN_IF_ERROR(file->SetAttribute("created", Now()));
   return file->SetAttribute("complete", int64_t{1});
 }
@@ -243,6 +243,8 @@ absl::StatusOr<ShardConfig> ReadConfig(const Hdf5File& file) {
   if (config.boundaries.empty()) return Wrong("no boundaries");
   return config;
 }
+
+std::string_view NameOf(StatesDtype dtype) { return kDtypes[static_cast<size_t>(dtype)]; }
 
 size_t NumStatesDatasets(const ShardConfig& config) {
   return config.dtype == StatesDtype::kNone ? 0 : config.boundaries.size();

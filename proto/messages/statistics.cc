@@ -31,6 +31,7 @@ void Fill(int boundary, const BoundaryStatistics& from, v1::BoundaryStatistics& 
   to.set_row_rms_p99(from.RmsQuantile(0.99));
   to.set_zero_rows(from.zero_rows);
   to.set_nonfinite(from.nonfinite);
+  to.set_relative_error(from.RelativeError());
   to.mutable_row_rms_bins()->Assign(from.row_rms_histogram.begin(), from.row_rms_histogram.end());
 }
 

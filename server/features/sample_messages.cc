@@ -62,6 +62,7 @@ v1::StreamHeader HeaderOf(const JobRecord& job, const ShardConfig& config,
                            {"template_name", config.template_name},
                            {"template_digest", config.template_digest},
                            {"template_mode", config.thinking ? "thinking" : "instant"},
+                           {"dtype", NameOf(config.dtype)},
                            {"options", config.options_json},
                            {"producer", config.producer}};
   header.set_attributes_json(DumpJson(attributes));

@@ -398,6 +398,8 @@ class LifeTest(unittest.TestCase):
         self.assertLess(error, 0.04)  # half a step is 1/16 at most, 1/38 over evenly spread values
         self.assertGreater(error, 0.005)
         self.server.cli("check", "fp8")
+        reported = self.server.json("stats", "fp8")["boundaries"][3]["relative_error"]
+        self.assertAlmostEqual(reported, error, delta=0.5 * error)
         self.server.cli("stream", "fp8", "--out", work / "fp8")
         copied = self.server.cli("check", work / "fp8")
         self.assertIn("1 of 1 shards verified", copied.stdout)
