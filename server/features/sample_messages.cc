@@ -7,6 +7,7 @@
 namespace statetap {
 namespace {
 
+constexpr int kNoBoundary = -1;
 constexpr int64_t kPieceBytes = int64_t{2} << 20;
 
 absl::Status Gone() { return absl::CancelledError("the client has gone"); }
@@ -14,11 +15,12 @@ absl::Status Gone() { return absl::CancelledError("the client has gone"); }
 }  // namespace
 
 absl::Status CheckBoundaries(std::span<const int> wanted) {
+  if (wanted.size() == 1 && wanted[0] == kNoBoundary) return absl::OkStatus();
   for (size_t i = 0; i < wanted.size(); ++i) {
     if (wanted[i] < 0 || (i > 0 && wanted[i] <= wanted[i - 1])) {
       return absl::InvalidArgumentError(
-          fmt::format("boundaries: {} is not possible; give them ascending, each once, from 0, or "
-                      "none for all",
+          fmt::format("boundaries: {} is not possible; give them ascending, each once, from 0, "
+                      "none for all, or -1 alone for no states",
                       fmt::join(wanted, ", ")));
     }
   }
@@ -29,6 +31,7 @@ absl::StatusOr<std::vector<int>> SelectBoundaries(std::span<const int> wanted,
                                                   std::span<const int> stored) {
   STATETAP_RETURN_IF_ERROR(CheckBoundaries(wanted));
   if (wanted.empty()) return std::vector<int>(stored.begin(), stored.end());
+  if (wanted[0] == kNoBoundary) return std::vector<int>();
   for (const int boundary : wanted) {
     if (std::find(stored.begin(), stored.end(), boundary) != stored.end()) continue;
     return absl::InvalidArgumentError(fmt::format("boundaries: {} is not stored; the job has {}",

@@ -15,10 +15,10 @@ namespace statetap {
 // Blocks while the network is full. False: the client has gone.
 using FeatureOutlet = std::function<bool(const v1::StreamFeaturesResponse&)>;
 
-// INVALID_ARGUMENT where they are not ascending, each once, none negative.
+// INVALID_ARGUMENT where they are not ascending, each once, none negative, nor −1 alone.
 absl::Status CheckBoundaries(std::span<const int> wanted);
-// The boundaries of `wanted` in a job that has `stored`; none: all of them. INVALID_ARGUMENT names
-// the one that is not there, or what CheckBoundaries says.
+// The boundaries of `wanted` in a job that has `stored`; an empty list: all of them; −1: none.
+// INVALID_ARGUMENT names the one that is not there, or what CheckBoundaries says.
 absl::StatusOr<std::vector<int>> SelectBoundaries(std::span<const int> wanted,
                                                   std::span<const int> stored);
 

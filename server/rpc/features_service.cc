@@ -122,10 +122,8 @@ grpc::Status FeaturesService::GetSample(grpc::ServerContext*, const v1::GetSampl
                               context_.store.FindStored(job.key, request->id()));
     STATETAP_ASSIGN_OR_RETURN(const auto reader, context_.shards.Open(job, sample.shard));
     const std::vector<int> wanted(request->boundaries().begin(), request->boundaries().end());
-    std::vector<int> boundaries;  // a single −1: none
-    if (wanted != std::vector<int>{-1}) {
-      STATETAP_ASSIGN_OR_RETURN(boundaries, SelectBoundaries(wanted, reader->config().boundaries));
-    }
+    STATETAP_ASSIGN_OR_RETURN(const std::vector<int> boundaries,
+                              SelectBoundaries(wanted, reader->config().boundaries));
     v1::StreamFeaturesResponse header;
     *header.mutable_header() = HeaderOf(job, reader->config(), boundaries);
     header.mutable_header()->set_remaining(1);

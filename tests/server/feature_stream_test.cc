@@ -209,7 +209,7 @@ TEST_F(FeatureStreamTest, SelectsBoundariesOrSaysWhichIsMissing) {
   EXPECT_THAT(Open(start)->Run(Into(received)),
               StatusIs(absl::StatusCode::kInvalidArgument, "boundaries: 3"));
   for (const std::vector<int>& wrong :
-       {std::vector<int>{-1}, std::vector<int>{2, 2}, std::vector<int>{5, 2}}) {
+       {std::vector<int>{-1, 2}, std::vector<int>{2, 2}, std::vector<int>{5, 2}}) {
     start.mutable_boundaries()->Assign(wrong.begin(), wrong.end());
     EXPECT_THAT(FeatureStream::Open(*harness_.store, *shards_, groups_, start).status(),
                 StatusIs(absl::StatusCode::kInvalidArgument, "boundaries: "));

@@ -198,22 +198,6 @@ TEST_F(JobStoreTest, GroupsAcknowledgeApart) {
   EXPECT_EQ(*store_->CountUnacknowledged(job.key, "h"), 3);
 }
 
-TEST_F(JobStoreTest, FileOfTheSecondVersionIsBroughtUpToDate) {
-  ASSERT_OK_AND_ASSIGN(const JobRecord job, Publish({Sample("a")}));
-  store_.reset();
-  {
-    ASSERT_OK_AND_ASSIGN(
-        auto older, SqlConnection::Open(dir_ / "statetap.db", SqlConnection::Access::kReadWrite));
-    ASSERT_OK(older.Execute("ALTER TABLE jobs DROP COLUMN stop_ids; PRAGMA user_version = 2"));
-  }
-  Reopen();
-  ASSERT_OK_AND_ASSIGN(const JobRecord again, store_->GetJob(job.key));
-  EXPECT_EQ(again.name, "job");
-  EXPECT_EQ(again.content.stop_ids, "");
-  ASSERT_OK_AND_ASSIGN(const int64_t key, store_->CreateJob({.stop_ids = "[1]"}));
-  EXPECT_EQ(store_->GetJob(key)->content.stop_ids, "[1]");
-}
-
 TEST_F(JobStoreTest, RefusesAFileThatIsNoStoreOrIsNewer) {
   ASSERT_OK(WriteFileAtomically(dir_ / "text.db", std::string(4096, 'x')));
   EXPECT_THAT(JobStore::Open(dir_ / "text.db", {}),
@@ -324,24 +308,35 @@ TEST_F(JobStoreTest, StoredPagesHoldWhatTheFilterHoldsFor) {
   EXPECT_THAT(found, ::testing::ElementsAre(9, 19, 29, 39, 49));
 }
 
-TEST_F(JobStoreTest, AFileOfAnEarlierVersionIsBroughtUpToDate) {
-  ASSERT_OK_AND_ASSIGN(const JobRecord job, Publish({Sample("a")}));
-  ASSERT_OK(Commit(job.key, {0}));
-  store_.reset();
-  {
-    ASSERT_OK_AND_ASSIGN(SqlConnection old, SqlConnection::Open(dir_ / "statetap.db",
-                                                                SqlConnection::Access::kReadWrite));
-    ASSERT_OK(
-        old.Execute("ALTER TABLE samples DROP COLUMN excluded; DROP TABLE doomed; "
-                    "ALTER TABLE jobs DROP COLUMN stop_ids; "
-                    "ALTER TABLE shards DROP COLUMN evicted; "
-                    "PRAGMA user_version = 1;"));
+TEST_F(JobStoreTest, FilesOfEarlierVersionsAreBroughtUpToDate) {
+  // What each version added, undone.
+  const std::vector<std::string> undo = {
+      "ALTER TABLE samples DROP COLUMN excluded; DROP TABLE doomed;",  // 2
+      "ALTER TABLE jobs DROP COLUMN stop_ids;",                        // 3
+      "ALTER TABLE shards DROP COLUMN evicted;",                       // 4
+  };
+  for (size_t version = 1; version <= undo.size(); ++version) {
+    const std::string name = fmt::format("of version {}", version);
+    ASSERT_OK_AND_ASSIGN(const JobRecord job, Publish({Sample("a")}, name));
+    ASSERT_OK(Commit(job.key, {0}));
+    store_.reset();
+    {
+      ASSERT_OK_AND_ASSIGN(
+          SqlConnection older,
+          SqlConnection::Open(dir_ / "statetap.db", SqlConnection::Access::kReadWrite));
+      for (size_t i = undo.size(); i >= version; --i) ASSERT_OK(older.Execute(undo[i - 1]));
+      ASSERT_OK(older.Execute(fmt::format("PRAGMA user_version = {}", version)));
+    }
+    Reopen();
+    ASSERT_OK_AND_ASSIGN(const JobRecord again, store_->GetJob(name));
+    EXPECT_EQ(again.content.stop_ids, "");
+    ASSERT_OK_AND_ASSIGN(const auto listed, store_->Stored(job.key, -1, 10));
+    ASSERT_EQ(listed.size(), 1u);
+    EXPECT_FALSE(listed[0].excluded);
+    ASSERT_OK_AND_ASSIGN(const auto shards, store_->Shards(job.key));
+    EXPECT_FALSE(shards[0].evicted);
+    ASSERT_OK(store_->DeleteJob(job.key));
   }
-  Reopen();
-  ASSERT_OK_AND_ASSIGN(const auto listed, store_->Stored(job.key, -1, 10));
-  ASSERT_EQ(listed.size(), 1u);
-  EXPECT_FALSE(listed[0].excluded);
-  ASSERT_OK(store_->DeleteJob(job.key));
 }
 
 }  // namespace
