@@ -113,6 +113,7 @@ std::vector<Command> AllCommands() {
   add({StatsCommand(), ViewCommand(), StreamCommand()});
   add(ModelCommands());
   add({MakeCheckpointCommand()});
+  add(ManualCommands());
   return commands;
 }
 

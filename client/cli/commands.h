@@ -18,5 +18,6 @@ Command ViewCommand();
 Command StreamCommand();
 std::vector<Command> ModelCommands();  // model, ask
 Command MakeCheckpointCommand();
+std::vector<Command> ManualCommands();  // manual, completion
 
 }  // namespace statetap

@@ -303,6 +303,25 @@ TEST_F(CliTest, EveryCommandHasHelpWithAnExample) {
   EXPECT_THAT(Run({"--version"}).out, HasSubstr("statetap 0."));
 }
 
+TEST_F(CliTest, ManualAndCompletionNameEveryCommandAndOption) {
+  const std::string manual = Run({"manual"}).out;
+  const std::string bash = Run({"completion", "bash"}).out;
+  const std::string zsh = Run({"completion", "zsh"}).out;
+  const std::string fish = Run({"completion", "fish"}).out;
+  for (const Command& command : AllCommands()) {
+    std::string name = command.name;
+    EXPECT_THAT(fish, HasSubstr("-a " + name + " -d "));
+    EXPECT_THAT(bash, HasSubstr("    " + name + ") words="));
+    if (const size_t dash = name.find('-'); dash != std::string::npos) name.insert(dash, "\\");
+    EXPECT_THAT(manual, HasSubstr(".SS " + name + "\n"));
+  }
+  EXPECT_THAT(manual, HasSubstr("\\-\\-max\\-new\\-tokens"));
+  EXPECT_THAT(bash, HasSubstr("--max-new-tokens"));
+  EXPECT_THAT(fish, HasSubstr("-l max-new-tokens"));
+  EXPECT_TRUE(zsh.starts_with("autoload"));
+  EXPECT_EQ(Run({"completion", "tcsh"}).code, kExitUsage);
+}
+
 TEST_F(CliTest, NoServerNamesTheAddressAndTheRemedy) {
   const Outcome outcome = RunAt("127.0.0.1:1", {"list"});
   EXPECT_EQ(outcome.code, kExitFailed);
