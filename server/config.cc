@@ -78,9 +78,15 @@ void AddOptions(CLI::App& app, ServerConfig& config, double& kv_cache_gib, std::
       ->capture_default_str();
   app.add_option("--shards", config.shards, "Folders where shards go (default: DATA/shards)")
       ->delimiter(',');
-  app.add_option("--retain", retain, "all: shards stay")
-      ->check(CLI::IsMember({"all"}))
+  app.add_option(
+         "--retain", retain,
+         "all: states stay; until-acked: a shard loses its states, and keeps all else, once "
+         "every group that reads the job has acknowledged its samples")
+      ->check(CLI::IsMember({"all", "until-acked"}))
       ->capture_default_str();
+  app.add_option("--max-shard-bytes", config.max_shard_bytes,
+                 "Nothing starts while shards take this much (as 500GiB; default: no bound)")
+      ->transform(CLI::AsSizeValue(/*kb_is_1000=*/true));
   app.add_option("--inner-eps", engine.inner_eps,
                  "eps of the two inner norms (default: the config's rms_norm_eps)")
       ->check(PositiveUpTo(1));
@@ -162,6 +168,7 @@ ParsedArguments ParseArguments(int argc, const char* const* argv) {
     }
   }
   config.engine.kv_cache_bytes = static_cast<int64_t>(kv_cache_gib * 0x1p30);
+  config.retain_until_acknowledged = retain == "until-acked";
   config.engine.experts =
       experts == "tensor" ? EngineOptions::Experts::kTensor : EngineOptions::Experts::kExpert;
   return {std::move(config), 0, ""};

@@ -20,6 +20,8 @@ struct ServerConfig {
   std::vector<std::filesystem::path> shards;
   EngineOptions engine;
   double host_buffer_gib = 4;
+  uint64_t max_shard_bytes = 0;  // 0: no bound
+  bool retain_until_acknowledged = false;
   int drain_seconds = 60;
 };
 

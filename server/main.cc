@@ -99,6 +99,9 @@ absl::Status Serve(ServerConfig& config, SignalWaiter& signals) {
   options.listen = config.listen;
   options.http = config.http;
   options.runner.host_buffer_bytes = static_cast<int64_t>(config.host_buffer_gib * 0x1p30);
+  options.runner.max_shard_bytes = static_cast<int64_t>(config.max_shard_bytes);
+  if (config.retain_until_acknowledged)
+    options.runner.retain = JobRunner::Options::Retain::kUntilAcknowledged;
   STATETAP_ASSIGN_OR_RETURN(const std::unique_ptr<Server> server,
                             Server::Start(options, std::move(model), *engine));
   signals.StartServing();

@@ -69,6 +69,7 @@ absl::Status SetCapture(const JobFlags& flags, v1::JobOptions& options) {
   options.set_no_final(flags.no_final);
   options.set_priority(flags.priority);
   options.set_states(flags.states);
+  options.set_gate(flags.gate);
   if (!flags.taps.empty()) {
     STATETAP_ASSIGN_OR_RETURN(const std::vector<int> taps, ParseTaps(flags.taps));
     options.mutable_taps()->Assign(taps.begin(), taps.end());
@@ -182,6 +183,10 @@ void AddCaptureFlags(CLI::App& app, JobFlags& flags) {
   app.add_option("--states", flags.states,
                  "Keep states as bf16, or as fp8 in half the bytes [bf16]")
       ->check(CLI::IsMember({"bf16", "fp8"}))
+      ->group("Capture");
+  app.add_option("--gate", flags.gate,
+                 "Pause after N stored samples if their statistics raise an alarm [0: never]")
+      ->check(CLI::NonNegativeNumber)
       ->group("Capture");
   app.add_option("--priority", flags.priority,
                  "Jobs of a higher one run first; equals take turns [0]")

@@ -24,6 +24,7 @@ struct JobFlags {
   std::optional<double> eval_fraction;
   int32_t priority = 0;
   std::string states;
+  int64_t gate = 0;
 };
 
 void AddTextFlags(CLI::App& app, JobFlags& flags);

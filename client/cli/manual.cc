@@ -20,7 +20,8 @@ std::string NamesOf(const CLI::Option& option) {
   std::vector<std::string> names;
   for (const std::string& name : option.get_snames()) names.push_back("-" + name);
   for (const std::string& name : option.get_lnames()) names.push_back("--" + name);
-  return names.empty() ? option.get_name(/*positional=*/true) : fmt::format("{}", fmt::join(names, ", "));
+  return names.empty() ? option.get_name(/*positional=*/true)
+                       : fmt::format("{}", fmt::join(names, ", "));
 }
 
 // Text of a manual page (man(7)): no character of it is a request.
@@ -45,8 +46,8 @@ std::string TroffOptions(const CLI::App& app) {
   std::string out;
   for (const CLI::Option* option : app.get_options()) {
     if (option->get_group().empty()) continue;  // hidden
-    out += fmt::format(".TP\n.B {}\n{}\n", Troff(NamesOf(*option)),
-                       Troff(option->get_description()));
+    out +=
+        fmt::format(".TP\n.B {}\n{}\n", Troff(NamesOf(*option)), Troff(option->get_description()));
   }
   return out;
 }
@@ -118,8 +119,7 @@ std::string FishCompletion(const CLI::App& root) {
   for (const CLI::App* command : CommandsOf(root)) {
     out += fmt::format("complete -c statetap -n __fish_use_subcommand -a {} -d {}\n",
                        command->get_name(), Quoted(command->get_description()));
-    add_options(*command,
-                fmt::format(" -n '__fish_seen_subcommand_from {}'", command->get_name()));
+    add_options(*command, fmt::format(" -n '__fish_seen_subcommand_from {}'", command->get_name()));
   }
   return out;
 }

@@ -18,24 +18,25 @@ absl::Status Gone() { return absl::CancelledError("the client has gone"); }
 
 }  // namespace
 
-absl::StatusOr<std::unique_ptr<FeatureStream>> FeatureStream::Open(JobStore& store,
-                                                                   ShardCache& shards,
-                                                                   ConsumerGroups& groups,
-                                                                   const v1::StreamStart& start) {
+absl::StatusOr<std::unique_ptr<FeatureStream>> FeatureStream::Open(
+    JobStore& store, ShardCache& shards, ConsumerGroups& groups, const v1::StreamStart& start,
+    std::function<void(int64_t)> acknowledged) {
   STATETAP_RETURN_IF_ERROR(
       CheckBoundaries(std::vector<int>(start.boundaries().begin(), start.boundaries().end())));
   STATETAP_ASSIGN_OR_RETURN(JobRecord job, store.GetJob(start.job()));
   return std::unique_ptr<FeatureStream>(
-      new FeatureStream(store, shards, groups, start, std::move(job)));
+      new FeatureStream(store, shards, groups, start, std::move(job), std::move(acknowledged)));
 }
 
 FeatureStream::FeatureStream(JobStore& store, ShardCache& shards, ConsumerGroups& groups,
-                             const v1::StreamStart& start, JobRecord job)
+                             const v1::StreamStart& start, JobRecord job,
+                             std::function<void(int64_t)> acknowledged)
     : store_(store),
       shards_(shards),
       groups_(groups),
       start_(start),
       group_(start.group().empty() ? "default" : start.group()),
+      on_acknowledged_(std::move(acknowledged)),
       job_(std::move(job)),
       returns_(groups.returns()),
       limit_(start.credit_bytes() == 0 ? kDefaultCredit : start.credit_bytes()) {}
@@ -124,6 +125,7 @@ absl::Status FeatureStream::NoteAcknowledged() {
   if (indices.empty()) return absl::OkStatus();
   const absl::Status status = store_.Acknowledge(job_.key, group_, indices);
   groups_.Release(job_.key, group_, indices);
+  if (status.ok() && on_acknowledged_ != nullptr) on_acknowledged_(job_.key);
   return status;
 }
 
@@ -141,12 +143,6 @@ absl::Status FeatureStream::SendHeader(const FeatureOutlet& outlet) {
         boundaries_,
         SelectBoundaries(std::vector<int>(start_.boundaries().begin(), start_.boundaries().end()),
                          config.boundaries));
-    if (shard.evicted && !boundaries_.empty()) {
-      return absl::FailedPreconditionError(
-          fmt::format("job {0}: its states were evicted; capture them again with `statetap submit "
-                      "--from {0}`, or stream tokens alone (boundaries: -1)",
-                      job_.id));
-    }
     *message.mutable_header() = HeaderOf(job_, config, boundaries_);
     break;
   }
@@ -228,6 +224,12 @@ absl::StatusOr<FeatureStream::Step> FeatureStream::SendNext(const FeatureOutlet&
     return Step::kDamaged;
   }
   if (!header_sent_) STATETAP_RETURN_IF_ERROR(SendHeader(outlet));
+  if (shard.evicted && !boundaries_.empty()) {
+    return absl::FailedPreconditionError(
+        fmt::format("job {0}: states were evicted, of {1} among others; capture them again with "
+                    "`statetap submit --from {0}`, or stream tokens alone (boundaries: -1)",
+                    job_.id, (*reader)->samples()[static_cast<size_t>(sample->position)].id));
+  }
   const uint64_t bytes = static_cast<uint64_t>(sample->rows) * boundaries_.size() *
                          static_cast<uint64_t>(hidden_) * sizeof(uint16_t);
   STATETAP_RETURN_IF_ERROR(WaitForCredit(bytes));

@@ -8,6 +8,7 @@
 #include <condition_variable>
 #include <cstdint>
 #include <deque>
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -27,10 +28,11 @@ class FeatureStream {
  public:
   static constexpr uint64_t kDefaultCredit = uint64_t{64} << 20;
 
-  // NOT_FOUND for a job that is not there.
-  static absl::StatusOr<std::unique_ptr<FeatureStream>> Open(JobStore& store, ShardCache& shards,
-                                                             ConsumerGroups& groups,
-                                                             const v1::StreamStart& start);
+  // NOT_FOUND for a job that is not there. `acknowledged(job key)` (may be null) hears of
+  // acknowledgements once the store has them.
+  static absl::StatusOr<std::unique_ptr<FeatureStream>> Open(
+      JobStore& store, ShardCache& shards, ConsumerGroups& groups, const v1::StreamStart& start,
+      std::function<void(int64_t)> acknowledged = nullptr);
   ~FeatureStream();  // what was sent and not acknowledged may go to others
 
   // Until everything was sent and acknowledged, the client has gone (CANCELLED), or Stop. Without a
@@ -46,7 +48,8 @@ class FeatureStream {
 
  private:
   FeatureStream(JobStore& store, ShardCache& shards, ConsumerGroups& groups,
-                const v1::StreamStart& start, JobRecord job);
+                const v1::StreamStart& start, JobRecord job,
+                std::function<void(int64_t)> acknowledged);
   absl::Status SendAll(const FeatureOutlet& outlet);
   enum class Step { kSent, kDamaged, kNothing };
   absl::StatusOr<Step> SendNext(const FeatureOutlet& outlet);
@@ -66,6 +69,7 @@ class FeatureStream {
   ConsumerGroups& groups_;
   const v1::StreamStart start_;
   const std::string group_;
+  const std::function<void(int64_t)> on_acknowledged_;
   const JobRecord job_;  // as it was at the start
   std::vector<int> boundaries_;
   int hidden_ = 0;

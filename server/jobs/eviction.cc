@@ -48,15 +48,14 @@ absl::StatusOr<int64_t> EvictShard(JobStore& store, const ShardFolders& folders,
 }  // namespace
 
 absl::StatusOr<int64_t> EvictStates(JobStore& store, const ShardFolders& folders,
-                                    const JobRecord& job) {
+                                    const JobRecord& job, std::span<const ShardRow> shards) {
   int64_t freed = 0;
-  STATETAP_ASSIGN_OR_RETURN(const std::vector<ShardRow> shards, store.Shards(job.key));
   for (const ShardRow& shard : shards) {
     if (shard.evicted) continue;
     STATETAP_ASSIGN_OR_RETURN(const int64_t bytes, EvictShard(store, folders, job, shard));
     freed += bytes;
   }
-  LogInfo("{}: states evicted, {} bytes given back", job.id, freed);
+  if (freed > 0) LogInfo("{}: states evicted, {} bytes given back", job.id, freed);
   return freed;
 }
 

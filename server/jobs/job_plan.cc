@@ -146,6 +146,7 @@ absl::StatusOr<JobPlan> PlanJob(const v1::JobOptions& given, bool generate,
   if (options.states().empty()) options.set_states("bf16");
   if (options.states() != "bf16" && options.states() != "fp8")
     return Invalid("states", fmt::format("\"{}\"", options.states()), "give bf16 or fp8");
+  if (options.gate() < 0) return Invalid("gate", options.gate(), "give 0 (no look) or more");
   if (options.priority() < -100 || options.priority() > 100)
     return Invalid("priority", options.priority(), "give -100 to 100");
   if (!(options.eval_fraction() >= 0 && options.eval_fraction() < 1))

@@ -29,6 +29,7 @@ absl::StatusOr<std::unique_ptr<JobRunner>> JobRunner::Start(JobStore& store,
                                                             const Options& options) {
   STATETAP_RETURN_IF_ERROR(RecoverShards(store, folders));
   std::unique_ptr<JobRunner> runner(new JobRunner(store, model, engine, folders, options));
+  runner->CountShardBytes();
   STATETAP_ASSIGN_OR_RETURN(std::vector<JobRecord> jobs, store.ListJobs());
   std::reverse(jobs.begin(), jobs.end());  // oldest first
   for (const JobRecord& job : jobs) {
@@ -58,6 +59,7 @@ JobRunner::JobRunner(JobStore& store, const ServedModel& model, Engine& engine,
     if (!status.ok()) LogError("job {}: cannot try again yet: {}", key, MessageOf(status));
     return status.ok();
   };
+  listener.committed = [this] { CountShardBytes(); };
   listener.current = [this](int64_t key) { return ActiveOf(key); };
   pipeline_.emplace(store, folders, std::move(listener),
                     ShardPipeline::Options{options.retry_after});
@@ -115,6 +117,7 @@ absl::Status JobRunner::Activate(const JobRecord& record) {
   }
   auto job =
       std::make_shared<ActiveJob>(record.key, record.id, *plan, ShardConfigOf(record, *plan));
+  job->gate_passed = record.counts.stored >= plan->options.gate();
   {
     const std::lock_guard lock(mutex_);
     jobs_[record.key] = job;
@@ -186,21 +189,50 @@ absl::Status JobRunner::Evict(const JobRecord& job) {
     return absl::FailedPreconditionError(fmt::format(
         "job {} is {}: evict takes jobs that have ended or are paused", job.id, NameOf(job.state)));
   }
+  return EvictShards(job, [&] { return store_.Shards(job.key); });
+}
+
+absl::Status JobRunner::EvictShards(
+    const JobRecord& job, const std::function<absl::StatusOr<std::vector<ShardRow>>()>& shards) {
   {
     const std::lock_guard lock(mutex_);
     if (draining_) return absl::UnavailableError("the server is shutting down; try again later");
     if (!evicting_.insert(job.key).second)
       return absl::FailedPreconditionError(std::string(kEvicting));
   }
-  const absl::Status status = EvictStates(store_, folders_, job).status();
-  const std::lock_guard lock(mutex_);
-  evicting_.erase(job.key);
+  const auto evict = [&]() -> absl::Status {
+    STATETAP_ASSIGN_OR_RETURN(const std::vector<ShardRow> these, shards());
+    return EvictStates(store_, folders_, job, these).status();
+  };
+  const absl::Status status = evict();
+  {
+    const std::lock_guard lock(mutex_);
+    evicting_.erase(job.key);
+  }
+  CountShardBytes();
   return status;
+}
+
+void JobRunner::Acknowledged(int64_t key) {
+  if (options_.retain == Options::Retain::kAll) return;
+  const absl::StatusOr<JobRecord> job = store_.GetJob(key);
+  absl::Status status = job.status();
+  if (status.ok()) status = EvictShards(*job, [&] { return store_.FullyAcknowledged(key); });
+  // Another stream's acknowledgement is being worked on, or a person evicts: the next one looks
+  // again.
+  if (!status.ok() && !absl::IsFailedPrecondition(status))
+    LogWarning("job {}: acknowledged states are kept for now: {}", key, MessageOf(status));
+}
+
+void JobRunner::CountShardBytes() {
+  if (const absl::StatusOr<int64_t> bytes = store_.ShardBytes(); bytes.ok()) shard_bytes_ = *bytes;
+  Wake();
 }
 
 absl::Status JobRunner::Delete(const JobRecord& job) {
   return StopThen(job.key, ShardPipeline::Finished::kDrop, [&]() -> absl::Status {
     STATETAP_RETURN_IF_ERROR(store_.DeleteJob(job.key));
+    CountShardBytes();
     return RemoveShards(store_, folders_, job.id);
   });
 }
@@ -226,7 +258,7 @@ ActiveJobPtr JobRunner::ActiveOf(int64_t key) const {
 JobRunner::Live JobRunner::LiveOf(int64_t key) const {
   const ActiveJobPtr job = ActiveOf(key);
   if (job == nullptr) return {};
-  return {job->running, job->captured, job->captured_rows, job->rate.PerSecond()};
+  return {job->running, job->captured, job->captured_rows, disk_is_full_, job->rate.PerSecond()};
 }
 
 absl::Status JobRunner::engine_status() const {

@@ -33,6 +33,11 @@ class JobRunner final : private SampleSource, private HiddenStateSink {
     // sample may always run.
     int64_t host_buffer_bytes = int64_t{4} << 30;
     std::chrono::milliseconds retry_after{30000};  // a failed write
+    // Of shards with states, open ones included: nothing starts while they take as much. 0: no
+    // bound.
+    int64_t max_shard_bytes = 0;
+    enum class Retain { kAll, kUntilAcknowledged };
+    Retain retain = Retain::kAll;  // of states, see Acknowledged
     // Once, on the engine's thread, after engine_status() has become what it stays.
     std::function<void()> engine_failed;
   };
@@ -59,11 +64,15 @@ class JobRunner final : private SampleSource, private HiddenStateSink {
   // Of a job that has ended or is paused: its shards keep all but the states. FAILED_PRECONDITION
   // for others, and for every call on a job while this works on it.
   absl::Status Evict(const JobRecord& job);
+  // Readers have acknowledged samples of the job. Where states are kept until then, shards that all
+  // groups are done with lose theirs.
+  void Acknowledged(int64_t key);
   // UNAVAILABLE while draining or where the engine has failed.
   absl::StatusOr<std::shared_ptr<Answer>> Ask(SampleTask task);
 
   struct Live {
     int64_t running = 0, captured = 0, captured_rows = 0;
+    bool disk_is_full = false;  // max_shard_bytes is reached
     double tokens_per_second = 0;
   };
   Live LiveOf(int64_t key) const;
@@ -100,6 +109,10 @@ class JobRunner final : private SampleSource, private HiddenStateSink {
   int64_t MostRows(const ActiveJob& job, const SampleRow& sample) const;
   int64_t Reservation(const ActiveJob& job, const SampleRow& sample) const;
   std::optional<SampleTask> NextAnswer();
+  absl::Status EvictShards(const JobRecord& job,
+                           const std::function<absl::StatusOr<std::vector<ShardRow>>()>& shards);
+  void CountShardBytes();
+  bool DiskIsFull();                         // engine's thread
   ActiveJobPtr ActiveOf(int64_t key) const;  // null where no attempt is under way
   void End(uint64_t ticket, Running& running);
   void RejectRunning(Running& running, Rejection rejection);
@@ -131,7 +144,8 @@ class JobRunner final : private SampleSource, private HiddenStateSink {
   absl::Status engine_status_;
   bool draining_ = false, idle_ = false;
 
-  std::atomic<bool> stopping_{false}, cancels_{false};
+  std::atomic<bool> stopping_{false}, cancels_{false}, disk_is_full_{false};
+  std::atomic<int64_t> shard_bytes_{0};  // committed
   std::atomic<int64_t> buffered_{0}, rows_computed_{0};
 
   // The engine's thread only.

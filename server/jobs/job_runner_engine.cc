@@ -44,6 +44,7 @@ std::optional<SampleTask> JobRunner::Next() {
     if (draining_) return std::nullopt;
   }
   if (auto task = NextAnswer()) return task;
+  if (DiskIsFull()) return std::nullopt;
   const auto fits = [&](const ActiveJob& job, const SampleRow& sample) {
     return buffered_ == 0 || buffered_ + Reservation(job, sample) <= options_.host_buffer_bytes;
   };
@@ -60,6 +61,29 @@ std::optional<SampleTask> JobRunner::Next() {
   buffered_ += running.reserved;
   ++running.job->running;
   return task;
+}
+
+// What runs may finish; then the open shards are closed, so that readers can have them.
+bool JobRunner::DiskIsFull() {
+  if (options_.max_shard_bytes == 0) return false;
+  int64_t bytes = shard_bytes_;
+  {
+    const std::lock_guard lock(mutex_);
+    for (const auto& [key, job] : jobs_) {
+      bytes += job->captured_rows * static_cast<int64_t>(job->plan.boundaries.size()) *
+               model_.config.hidden * static_cast<int64_t>(sizeof(uint16_t));
+    }
+  }
+  const bool full = bytes + buffered_ >= options_.max_shard_bytes;
+  if (full && !disk_is_full_) {
+    LogWarning(
+        "--max-shard-bytes {} is reached: nothing starts until states are acknowledged, "
+        "evicted or deleted",
+        options_.max_shard_bytes);
+  }
+  disk_is_full_ = full;
+  if (full && running_.empty()) pipeline_->CloseAll();
+  return full;
 }
 
 std::vector<uint64_t> JobRunner::TakeCancelled() {

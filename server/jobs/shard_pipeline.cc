@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "extractor/base/log.h"
+#include "extractor/shard/shard_reader.h"
 
 namespace statetap {
 namespace {
@@ -103,6 +104,14 @@ void ShardPipeline::Work() {
     lock.lock();
   }
   lock.unlock();
+  CloseAllNow();
+}
+
+void ShardPipeline::CloseAll() {
+  Push({nullptr, [this] { CloseAllNow(); }, {}});
+}
+
+void ShardPipeline::CloseAllNow() {
   while (!open_.empty()) {
     const ActiveJobPtr job = open_.begin()->second.job;
     if (const absl::Status status = Close(job); !status.ok()) Fault(job, status);
@@ -161,6 +170,7 @@ absl::Status ShardPipeline::Close(const ActiveJobPtr& job) {
   if (status.ok()) {
     LogInfo("{}: {} holds {} samples, {} rows, {} bytes", job->id, summary.path.string(),
             summary.samples, summary.rows, summary.bytes);
+    listener_.committed();
     return status;
   }
   // A shard that the store does not name would stand in the way of the next one.
@@ -176,7 +186,11 @@ void ShardPipeline::CloseIfNothingLeft(const ActiveJobPtr& job) {
   const auto found = open_.find(job->key);
   const int64_t in_shard =
       found == open_.end() ? 0 : static_cast<int64_t>(found->second.samples.size());
-  if (record->counts.to_do > in_shard) return;
+  if (record->counts.to_do > in_shard) {
+    if (!job->gate_passed && record->counts.stored + in_shard >= job->plan.options.gate())
+      LookAtGate(job);
+    return;
+  }
   if (const absl::Status status = Close(job); !status.ok()) return Fault(job, status);
   job->stopped = true;
   record = store_.GetJob(job->key);
@@ -186,6 +200,44 @@ void ShardPipeline::CloseIfNothingLeft(const ActiveJobPtr& job) {
             record->counts.submitted);
   }
   listener_.stopped(*job);
+}
+
+// The first samples are stored, and the rest runs only if nothing about them is alarming.
+void ShardPipeline::LookAtGate(const ActiveJobPtr& job) {
+  job->gate_passed = true;
+  if (const absl::Status status = Close(job); !status.ok()) return Fault(job, status);
+  const absl::StatusOr<std::string> alarms = AlarmsOf(job->key);
+  if (!alarms.ok()) return Fault(job, alarms.status());
+  if (alarms->empty()) return;
+  job->stopped = true;
+  LogWarning("{}: paused at its gate: {}", job->id, *alarms);
+  const absl::Status paused = store_.MarkPaused(
+      job->key, fmt::format("paused at its gate: {}; look at `statetap stats {}`, then `statetap "
+                            "resume` or `statetap cancel`",
+                            *alarms, job->id));
+  if (!paused.ok()) LogError("{}: {}", job->id, MessageOf(paused));
+  listener_.stopped(*job);
+}
+
+absl::StatusOr<std::string> ShardPipeline::AlarmsOf(int64_t key) const {
+  STATETAP_ASSIGN_OR_RETURN(const std::vector<ShardRow> shards, store_.Shards(key));
+  std::vector<int> boundaries;
+  std::vector<BoundaryStatistics> joined;
+  for (const ShardRow& shard : shards) {
+    STATETAP_ASSIGN_OR_RETURN(const auto reader,
+                              ShardReader::Open(folders_.FromStored(shard.path)));
+    STATETAP_ASSIGN_OR_RETURN(std::vector<BoundaryStatistics> statistics, reader->ReadStatistics());
+    if (joined.empty()) {
+      boundaries = reader->config().boundaries;
+      joined = std::move(statistics);
+      continue;
+    }
+    for (size_t i = 0; i < joined.size(); ++i) joined[i].Merge(statistics[i]);
+  }
+  std::string text;
+  for (const StatisticsAlarm& alarm : FindAlarms(boundaries, joined))
+    text += fmt::format("{}{}: {}", text.empty() ? "" : "; ", alarm.kind, alarm.message);
+  return text;
 }
 
 void ShardPipeline::StopNow(int64_t key, Finished finished) {

@@ -35,6 +35,7 @@ class ShardPipeline {
     std::function<void(const ActiveJob& job)> stopped;  // ended, failed or waits
     std::function<bool(int64_t job_key)> retry;         // a waiting job is due again; false: later
     std::function<ActiveJobPtr(int64_t job_key)> current;  // the attempt that runs, or null
+    std::function<void()> committed;                       // a shard
   };
   struct Options {
     std::chrono::milliseconds retry_after{30000};
@@ -51,6 +52,8 @@ class ShardPipeline {
   enum class Finished { kCommit, kDrop };
   std::future<absl::Status> Stop(int64_t key, Finished finished,
                                  std::function<absl::Status()> then);
+  // Commits every open shard.
+  void CloseAll();
   // Closes every open shard and ends the thread. Pushing afterwards is not allowed.
   void Finish();
 
@@ -74,7 +77,10 @@ class ShardPipeline {
   void StopNow(int64_t key, Finished finished);
   absl::StatusOr<OpenShard*> OpenShardOf(const ActiveJobPtr& job);
   absl::Status Close(const ActiveJobPtr& job);
+  void CloseAllNow();
   void CloseIfNothingLeft(const ActiveJobPtr& job);
+  void LookAtGate(const ActiveJobPtr& job);
+  absl::StatusOr<std::string> AlarmsOf(int64_t key) const;
   void Fault(const ActiveJobPtr& job, const absl::Status& status);
   void RunDueRetries();
 

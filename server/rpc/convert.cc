@@ -59,6 +59,11 @@ v1::Job ToProto(const JobRecord& job, const JobRunner::Live& live, const ServedM
   proto.set_tokens(job.tokens);
   proto.set_generated_tokens(job.generated);
   proto.set_bytes(job.bytes);
+  if (live.disk_is_full && job.message.empty()) {
+    proto.set_message(
+        "--max-shard-bytes is reached: nothing starts until states are acknowledged, evicted or "
+        "deleted");
+  }
   double rate = live.tokens_per_second;
   if (HasEnded(job.state)) {
     const int64_t ms = job.started_ms == 0 ? 0 : job.ended_ms - job.started_ms;

@@ -66,7 +66,8 @@ FeaturesService::StreamFeatures(grpc::CallbackServerContext*) {
     if (!bidi.Read(&request) || !request.has_start())
       return ToGrpc(absl::InvalidArgumentError("start: the first message must have it"));
     auto opened =
-        FeatureStream::Open(context_.store, context_.shards, context_.groups, request.start());
+        FeatureStream::Open(context_.store, context_.shards, context_.groups, request.start(),
+                            [this](int64_t job) { context_.runner.Acknowledged(job); });
     if (!opened.ok()) return ToGrpc(opened.status());
     const std::shared_ptr<FeatureStream> stream = *std::move(opened);
     Register(stream);

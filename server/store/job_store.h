@@ -208,6 +208,10 @@ class JobStore {
   absl::StatusOr<std::vector<SampleListing>> Rejected(int64_t key, int64_t after,
                                                       int64_t limit) const;
   absl::StatusOr<std::vector<ShardRow>> Shards(int64_t key) const;  // in the order written
+  // Shards with states whose every sample, excluded ones apart, each group that acknowledged
+  // anything of the job has acknowledged.
+  absl::StatusOr<std::vector<ShardRow>> FullyAcknowledged(int64_t key) const;
+  absl::StatusOr<int64_t> ShardBytes() const;  // of all jobs' shards that have states
   // Stored samples behind (shard, row) in stored order that `group` has not acknowledged and that
   // are not excluded.
   absl::StatusOr<std::vector<IndexedSample>> Unacknowledged(int64_t key, std::string_view group,

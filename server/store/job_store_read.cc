@@ -64,6 +64,13 @@ std::vector<T> VectorOf(std::span<const std::byte> blob) {
   return values;
 }
 
+constexpr std::string_view kShardColumns = "seq, path, samples, rows, bytes, digest, evicted";
+
+ShardRow ReadShard(const SqlRow& row) {
+  return {row.Int(0), row.Text(1), row.Int(2),     row.Int(3),
+          row.Int(4), row.Text(5), row.Int(6) != 0};
+}
+
 IndexedSample ReadIndexed(const SqlRow& row) {
   return {row.Int(0), row.Int(1), row.Int(2), row.Int(3), row.Int(4)};
 }
@@ -198,15 +205,37 @@ absl::StatusOr<std::vector<SampleListing>> JobStore::Rejected(int64_t key, int64
 absl::StatusOr<std::vector<ShardRow>> JobStore::Shards(int64_t key) const {
   std::vector<ShardRow> shards;
   const std::lock_guard lock(read_mutex_);
+  static const std::string sql =
+      fmt::format("SELECT {} FROM shards WHERE job = ? ORDER BY seq", kShardColumns);
   STATETAP_RETURN_IF_ERROR(read_.Query(
-      "SELECT seq, path, samples, rows, bytes, digest, evicted FROM shards WHERE job = ? "
-      "ORDER BY seq",
-      [&](const SqlRow& row) {
-        shards.push_back({row.Int(0), row.Text(1), row.Int(2), row.Int(3), row.Int(4), row.Text(5),
-                          row.Int(6) != 0});
-      },
-      key));
+      sql, [&](const SqlRow& row) { shards.push_back(ReadShard(row)); }, key));
   return shards;
+}
+
+absl::StatusOr<std::vector<ShardRow>> JobStore::FullyAcknowledged(int64_t key) const {
+  std::vector<ShardRow> shards;
+  const std::lock_guard lock(read_mutex_);
+  static const std::string sql = fmt::format(
+      "SELECT {} FROM shards WHERE job = ?1 AND evicted = 0 "
+      "AND EXISTS (SELECT 1 FROM acks WHERE acks.job = ?1) "
+      "AND NOT EXISTS (SELECT 1 FROM samples s, "
+      "(SELECT DISTINCT consumer FROM acks WHERE acks.job = ?1) g "
+      "WHERE s.job = ?1 AND s.state = 1 AND s.excluded = 0 AND s.shard = shards.seq "
+      "AND NOT EXISTS (SELECT 1 FROM acks WHERE acks.job = ?1 AND acks.consumer = g.consumer "
+      "AND acks.idx = s.idx)) ORDER BY seq",
+      kShardColumns);
+  STATETAP_RETURN_IF_ERROR(read_.Query(
+      sql, [&](const SqlRow& row) { shards.push_back(ReadShard(row)); }, key));
+  return shards;
+}
+
+absl::StatusOr<int64_t> JobStore::ShardBytes() const {
+  int64_t bytes = 0;
+  const std::lock_guard lock(read_mutex_);
+  STATETAP_RETURN_IF_ERROR(
+      read_.Query("SELECT COALESCE(SUM(bytes), 0) FROM shards WHERE evicted = 0",
+                  [&](const SqlRow& row) { bytes = row.Int(0); }));
+  return bytes;
 }
 
 absl::StatusOr<std::vector<std::string>> JobStore::Doomed() const {

@@ -2,6 +2,7 @@
 
 #include <cmath>
 #include <fstream>
+#include <set>
 
 #include "tests/support/job_harness.h"
 
@@ -306,6 +307,94 @@ TEST(JobRunnerTest, EvictKeepsTokensAndStatisticsOverACrash) {
   ASSERT_OK_AND_ASSIGN(const JobRecord running, harness.Submit(Options(2 << 20), Chats(200)));
   EXPECT_THAT(harness.runner->Evict(running),
               StatusIs(absl::StatusCode::kFailedPrecondition, "ended or are paused"));
+}
+
+TEST(JobRunnerTest, AJobWithADeadTapPausesAtItsGateAndASoundOneDoesNot) {
+  JobHarness harness;
+  harness.engine->faults.zero_boundary = 4;
+  harness.engine->faults.step = std::chrono::microseconds(200);
+  harness.Run();
+  v1::JobOptions options = Options();
+  options.set_gate(10);
+  ASSERT_OK_AND_ASSIGN(const JobRecord submitted, harness.Submit(options, Chats(300)));
+  const JobRecord paused = harness.WaitUntil(
+      submitted, [](const JobRecord& now) { return now.state == JobState::kPaused; });
+  ASSERT_EQ(NameOf(paused.state), "paused");
+  EXPECT_THAT(paused.message, HasSubstr("zero_boundary"));
+  EXPECT_THAT(paused.message, HasSubstr("4"));
+  EXPECT_GE(paused.counts.stored, 10);
+  EXPECT_GT(paused.counts.to_do, 0);
+  // A person looked and goes on: it is not looked at again.
+  ASSERT_OK(harness.runner->Resume(paused));
+  EXPECT_EQ(harness.WaitForEnd(paused).counts.stored, 300);
+
+  harness.engine->faults.zero_boundary = -1;
+  options.set_name("sound");
+  ASSERT_OK_AND_ASSIGN(const JobRecord sound, harness.Submit(options, Chats(40)));
+  EXPECT_EQ(NameOf(harness.WaitForEnd(sound).state), "succeeded");
+  ASSERT_OK_AND_ASSIGN(const auto shards, harness.store->Shards(sound.key));
+  EXPECT_EQ(shards.size(), 2u);  // the first was closed for the look
+  options.set_gate(-1);
+  options.set_name("wrong");
+  EXPECT_THAT(harness.Submit(options, Chats(1)),
+              StatusIs(absl::StatusCode::kInvalidArgument, "gate: -1"));
+}
+
+TEST(JobRunnerTest, ABoundOnShardsPausesTheEngineUntilReadersAreDone) {
+  JobRunner::Options options;
+  options.max_shard_bytes = 512 << 10;  // 128 bytes a row; a committed shard takes 4.4 MB
+  options.retain = JobRunner::Options::Retain::kUntilAcknowledged;
+  JobHarness harness(options);
+  harness.Run();
+  ASSERT_OK_AND_ASSIGN(const JobRecord job, harness.Submit(Options(1 << 20), Chats(400)));
+  std::set<int64_t> read;
+  int full = 0;
+  for (int round = 0; round < 200; ++round) {
+    const auto stuck_or_done = [&](const JobRecord& now) {
+      return HasEnded(now.state) || (harness.runner->LiveOf(job.key).disk_is_full &&
+                                     now.counts.stored > static_cast<int64_t>(read.size()));
+    };
+    const JobRecord now = harness.WaitUntil(job, stuck_or_done);
+    ASSERT_TRUE(stuck_or_done(now)) << now.counts.stored << " stored, " << read.size() << " read";
+    full += HasEnded(now.state) ? 0 : 1;
+    ASSERT_OK_AND_ASSIGN(const auto samples,
+                         harness.store->Unacknowledged(job.key, "trainer", 0, -1, 1000));
+    std::vector<int64_t> indices;
+    for (const IndexedSample& sample : samples) {
+      EXPECT_TRUE(read.insert(sample.index).second);
+      indices.push_back(sample.index);
+    }
+    ASSERT_OK(harness.store->Acknowledge(job.key, "trainer", indices));
+    harness.runner->Acknowledged(job.key);
+    if (HasEnded(now.state)) break;
+  }
+  const JobRecord end = harness.WaitForEnd(job);
+  EXPECT_EQ(NameOf(end.state), "succeeded");
+  EXPECT_EQ(read.size(), 400u);
+  EXPECT_EQ(end.counts.stored, 400);
+  EXPECT_EQ(end.counts.evicted, 400);
+  EXPECT_GT(full, 2);
+}
+
+TEST(JobRunnerTest, StatesAreKeptUntilEveryGroupIsDoneWithThem) {
+  JobRunner::Options options;
+  options.retain = JobRunner::Options::Retain::kUntilAcknowledged;
+  JobHarness harness(options);
+  harness.Run();
+  ASSERT_OK_AND_ASSIGN(const JobRecord submitted, harness.Submit(Options(), Chats(10)));
+  const JobRecord job = harness.WaitForEnd(submitted);
+  const std::vector<int64_t> most = {0, 1, 2, 3, 4, 5, 6, 7, 8}, last = {9};
+  const auto evicted = [&] { return harness.store->GetJob(job.key)->counts.evicted; };
+  harness.runner->Acknowledged(job.key);  // by nobody
+  EXPECT_EQ(evicted(), 0);
+  ASSERT_OK(harness.store->Acknowledge(job.key, "a", most));
+  ASSERT_OK(harness.store->Acknowledge(job.key, "b", most));
+  ASSERT_OK(harness.store->Acknowledge(job.key, "a", last));
+  harness.runner->Acknowledged(job.key);
+  EXPECT_EQ(evicted(), 0);  // b still wants one
+  ASSERT_OK(harness.store->MarkExcluded(job.key, last, JobStore::Exclusion::kExclude));
+  harness.runner->Acknowledged(job.key);
+  EXPECT_EQ(evicted(), 10);  // nobody gets that one any more
 }
 
 TEST(JobRunnerTest, CancelKeepsWhatIsFinished) {

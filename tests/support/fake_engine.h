@@ -23,6 +23,7 @@ class FakeEngine : public Engine {
   struct Faults {
     int32_t bad_token = -1;             // states from this id on are NaN
     int bad_boundary = 0;               // from this boundary on
+    int zero_boundary = -1;             // its states are all zero
     std::atomic<bool> fail{false};      // Run returns INTERNAL at its next step
     std::chrono::microseconds step{0};  // time of a step
   };
@@ -97,6 +98,7 @@ class FakeEngine : public Engine {
               Mix(state.hash + static_cast<uint64_t>(task.boundaries[b] * 131 + h));
           float value = static_cast<float>(bits >> 40) * 0x1p-23f - 1.0f;
           if (state.bad && task.boundaries[b] >= faults.bad_boundary) value = std::nanf("");
+          if (task.boundaries[b] == faults.zero_boundary) value = 0;
           states[b].push_back(FloatToBf16(value));
         }
       }

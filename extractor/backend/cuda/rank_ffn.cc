@@ -1,0 +1,167 @@
+// A rank's router, experts and dense FFN.
+#include <algorithm>
+
+#include "extractor/backend/cuda/rank.h"
+#include "extractor/backend/cuda/router.h"
+#include "extractor/backend/cuda/rows.h"
+
+namespace statetap::cuda {
+namespace {
+
+constexpr int kFewTokens = 512;  // of a step: so few that the experts' weights are read for them
+
+}  // namespace
+
+// gate_ = silu(gate x) · (up x) of the first `rows` rows.
+StreamProductParams CudaBackend::GateAndUp(const bf16* x, int hidden, const Weight& gate,
+                                           const Weight& up, int rows) const {
+  StreamProductParams product{};
+  product.x = x;
+  product.x_stride = product.w_stride = product.k = hidden;
+  product.w = AsMatrix(gate).data();
+  product.w2 = AsMatrix(up).data();
+  product.y = gate_.as<bf16>();
+  product.n = static_cast<int>(AsMatrix(gate).rows());
+  product.y_stride = product.n;
+  product.m = rows;
+  product.epilogue = Epilogue::kSwiGlu;
+  return product;
+}
+
+void CudaBackend::Route(const Step& step, const RouteParams& p) {
+  if (replays_) return;
+  const auto* x = static_cast<const bf16*>(p.x);
+  auto* logits = router_logits_.as<float>();
+  RowRange rest = step.own;
+  if (!step.sharded && p.shared_gate != nullptr && num_decode_rows_ > 0) {
+    StreamProductParams router{};
+    router.x = x;
+    router.x_stride = router.w_stride = router.k = p.hidden;
+    router.w = AsMatrix(p.gate).data();
+    router.y = logits;
+    router.y_stride = router.n = p.num_experts;
+    router.m = num_decode_rows_;
+    router.epilogue = Epilogue::kFloat;
+    const StreamProductParams shared =
+        GateAndUp(x, p.hidden, *p.shared_gate, *p.shared_up, num_decode_rows_);
+    if (Streamable(router) && Streamable(shared)) {
+      StreamProductBoth(router, shared, stream_workspace_, stream());
+      shared_begun_ = true;
+      rest = {num_decode_rows_, step.num_tokens - num_decode_rows_};
+    }
+  }
+  const int64_t done = rest.begin - step.own.begin;
+  Multiply(x + done * p.hidden, p.hidden, rest, p.gate, logits + done * p.num_experts,
+           p.num_experts, /*fp32_out=*/true);
+  ChooseExperts(
+      {router_logits_.as<float>(), AsMatrix(p.bias).vector(), step.own.count, p.num_experts,
+       p.top_k, p.num_groups, p.top_groups, p.normalise, p.scaling, p.experts, p.weights},
+      stream());
+}
+
+const RowMaps& CudaBackend::MapsOf(const bf16* x, int columns) {
+  for (const MapsOfRows& made : row_maps_) {
+    if (made.x == x && made.columns == columns) return made.maps;
+  }
+  const int64_t rows = int64_t{limits_.max_tokens} * limits_.top_k;
+  row_maps_.push_back({x, columns, MakeRowMaps(x, rows, columns)});
+  return row_maps_.back().maps;
+}
+
+void CudaBackend::RoutedFfn(const Step& step, const RoutedFfnParams& p) {
+  if (replays_) return;
+  const DeviceExperts& experts = AsExperts(p.slots);
+  const ExpertBlocks& blocks = experts.blocks();
+  const auto num_experts = static_cast<int>(experts.shape().slot_of_expert.size());
+  const bool by_hopper = hopper_ && experts.format() == Format::kInt4;
+  // About the rows that an expert gets; Hopper's tiles are as wide as they need anyway.
+  const int expected = CeilDiv(step.num_tokens * p.top_k, num_experts);
+  const bool few = by_hopper && step.num_tokens <= kFewTokens;
+  int tile_rows = by_hopper ? kHopperTileRows : experts.format() == Format::kInt4 ? 128 : 64;
+  if (few) tile_rows = step.num_tokens <= 8 ? 8 : step.num_tokens <= 16 ? 16 : kFewRows;
+  while (!by_hopper && tile_rows > 16 && tile_rows / 2 >= expected) tile_rows /= 2;
+  SortRowsParams sorted{p.experts, experts.slot_of_expert(),  step.num_tokens,
+                        p.top_k,   experts.shape().num_slots, tile_rows};
+  sorted.counts = counts_.as<int32_t>();
+  sorted.first_row = first_row_.as<int32_t>();
+  sorted.token_of_row = token_of_row_.as<int32_t>();
+  sorted.row_of = row_of_.as<int32_t>();
+  sorted.tiles = row_tiles_.as<TokenTile>();
+  sorted.num_tiles = num_row_tiles_.as<int32_t>();
+  const bool few_pairs =
+      int64_t{step.num_tokens} * p.top_k <= kFewPairs && experts.shape().num_slots <= kFewSlots;
+  // The narrowest tile has room for every token of the step, and costs no more for it.
+  sorted.whole_step = few && few_pairs && step.num_tokens <= 8 &&
+                      int64_t{std::min(step.num_tokens * p.top_k, sorted.num_slots)} * tile_rows <=
+                          int64_t{limits_.max_tokens} * limits_.top_k;
+  // Hopper's other kernel wants tiles by width.
+  if (few_pairs && (few || !by_hopper)) {
+    SortFewRows(sorted, stream());
+  } else {
+    SortRows(sorted, stream());
+  }
+  // TMA takes rows that lie together; y's memory is free until the second product.
+  const bool gathers = by_hopper && !sorted.whole_step;
+  if (gathers)
+    GatherTokens(static_cast<const bf16*>(p.x), sorted, blocks.hidden, y_.as<bf16>(), stream());
+  const auto multiply = [&](const GroupedProductParams& product, Product which) {
+    if (few) {
+      FewRowsProduct(product, MapsOf(product.x, product.k), which, tile_rows, stream());
+    } else if (by_hopper) {
+      HopperProduct(product, MapsOf(product.x, product.k), which, stream());
+    } else {
+      GroupedProduct(product, which, experts.format(), tile_rows, stream());
+    }
+  };
+  GroupedProductParams product{};
+  product.weights = experts.gate_up();
+  product.slot_bytes = experts.slot_bytes();
+  product.k_blocks = blocks.gate_up_k_blocks();
+  product.weight_tiles = blocks.gate_up_tiles();
+  product.tiles = row_tiles_.as<TokenTile>();
+  product.num_tiles = num_row_tiles_.as<int32_t>();
+  product.x = gathers ? y_.as<bf16>() : static_cast<const bf16*>(p.x);
+  product.from_first_row = sorted.whole_step;
+  product.x_stride = product.k = blocks.hidden;
+  product.row_of_x = by_hopper ? nullptr : token_of_row_.as<int32_t>();
+  product.out = h_.as<bf16>();
+  product.out_stride = product.out_columns = blocks.h_columns();
+  multiply(product, Product::kGateUp);
+  product.weights = experts.down();
+  product.k_blocks = blocks.down_k_blocks();
+  product.weight_tiles = blocks.down_tiles();
+  product.x = h_.as<bf16>();
+  product.x_stride = product.k = blocks.h_columns();
+  product.row_of_x = nullptr;
+  product.from_first_row = false;
+  product.out = y_.as<bf16>();
+  product.out_stride = product.out_columns = blocks.hidden;
+  multiply(product, Product::kDown);
+  SumExpertRows({y_.as<bf16>(), row_of_.as<int32_t>(), p.experts, p.weights, step.num_tokens,
+                 p.top_k, blocks.hidden, static_cast<bf16*>(p.partial)},
+                stream());
+}
+
+void CudaBackend::DenseFfn(const Step& step, const DenseFfnParams& p) {
+  if (replays_) return;
+  const auto* x = static_cast<const bf16*>(p.x);
+  const StreamProductParams few =
+      GateAndUp(x, p.hidden, p.gate, p.up, DecodeRowsOf({0, step.num_tokens}));
+  RowRange rest{0, step.num_tokens};
+  if (Streamable(few)) {
+    if (!shared_begun_) StreamProduct(few, stream_workspace_, stream());
+    rest = {few.m, step.num_tokens - few.m};
+  }
+  shared_begun_ = false;
+  if (rest.count > 0) {
+    const int64_t done = int64_t{rest.begin} * p.width;
+    x += int64_t{rest.begin} * p.hidden;
+    Multiply(x, p.hidden, rest, p.gate, gate_.as<bf16>() + done, p.width);
+    Multiply(x, p.hidden, rest, p.up, up_.as<bf16>() + done, p.width);
+    SwiGlu(gate_.as<bf16>() + done, up_.as<bf16>() + done, int64_t{rest.count} * p.width, stream());
+  }
+  Multiply(gate_.as<bf16>(), p.width, {0, step.num_tokens}, p.down, p.partial, p.hidden,
+           /*fp32_out=*/false, p.accumulate);
+}
+
+}  // namespace statetap::cuda
