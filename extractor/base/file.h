@@ -42,6 +42,9 @@ class File {
   }
   absl::Status ReadPages(int64_t begin, int64_t end, std::byte* pages) const;
   absl::Status WriteAt(int64_t offset, std::span<const std::byte> from) const;
+  // Asks that bytes which were written go to the disk from now on, so that Sync finds less to do.
+  // Promises nothing.
+  void StartWriteback(int64_t offset, int64_t bytes) const;
   absl::Status Sync() const;
   int descriptor() const { return descriptor_; }
   const std::filesystem::path& path() const { return path_; }

@@ -8,6 +8,8 @@
 namespace statetap {
 namespace {
 
+constexpr int64_t kWritebackBytes = int64_t{1} << 20;
+
 struct Piece {
   int64_t offset, bytes;
 };
@@ -51,6 +53,8 @@ absl::Status WriteRows(const File& file, const BulkDataset& dataset, int64_t fir
         PieceFrom(dataset, first_row, static_cast<int64_t>(from.size()) / row_bytes);
     const auto bytes = static_cast<size_t>(piece.bytes);
     STATETAP_RETURN_IF_ERROR(file.WriteAt(piece.offset, from.first(bytes)));
+    // The disk works while the next rows are digested and copied.
+    if (piece.bytes >= kWritebackBytes) file.StartWriteback(piece.offset, piece.bytes);
     from = from.subspan(bytes);
     first_row += piece.bytes / row_bytes;
   }

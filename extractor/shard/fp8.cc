@@ -14,23 +14,69 @@ namespace {
 
 constexpr uint32_t kMantissaBits = 23 - 3;  // of a float that e4m3 drops
 constexpr uint32_t kExponentShift = 127 - 7;
-constexpr uint8_t kCodeOf120 = 0x6f, kCodeOf240 = 0x77, kNanCode = 0x7f;
+constexpr uint8_t kNanCode = 0x7f;
 constexpr uint16_t kInfinity = 0x7f80;
 constexpr float kLeastNormal = 0x1p-6f;
 constexpr int kLeastExponent = -124;  // then the least code is the least bf16 value, 2^-133
 
-// Round to nearest, ties to even. |value| <= 240.
-uint8_t Encode(float value) {
-  const auto bits = std::bit_cast<uint32_t>(value);
-  const uint32_t magnitude = bits & 0x7fffffffu;
+// The nearest e4m3 magnitude to `magnitude` <= 240, ties to even, at most `most`. No branch and no
+// table: the loop over a row is to be vectorised.
+[[gnu::always_inline]] inline float Rounded(float magnitude, float most) {
+  const auto bits = std::bit_cast<uint32_t>(magnitude);
+  const uint32_t half = (1u << (kMantissaBits - 1)) - 1 + ((bits >> kMantissaBits) & 1);
+  const auto normal = std::bit_cast<float>((bits + half) & ~((1u << kMantissaBits) - 1));
+  // Below 2^-6 codes are 2^-9 apart, as floats from 2^14 on are.
+  const float subnormal = (magnitude + 0x1p14f) - 0x1p14f;
+  const float rounded = magnitude >= kLeastNormal ? normal : subnormal;
+  return rounded > most ? most : rounded;
+}
+
+// Of a magnitude that Rounded gave.
+[[gnu::always_inline]] inline uint32_t CodeOf(float magnitude) {
   const uint32_t normal =
-      ((magnitude + (1u << (kMantissaBits - 1)) - 1 + ((magnitude >> kMantissaBits) & 1)) >>
-       kMantissaBits) -
-      (kExponentShift << 3);
-  // Below 2^-6 codes count steps of 2^-9: adding 2^14 leaves just these bits of the sum.
-  const uint32_t steps = std::bit_cast<uint32_t>(std::bit_cast<float>(magnitude) + 0x1p14f) & 0xffu;
-  const bool is_normal = magnitude >= std::bit_cast<uint32_t>(kLeastNormal);
-  return static_cast<uint8_t>((bits >> 24 & 0x80u) | (is_normal ? normal : steps));
+      (std::bit_cast<uint32_t>(magnitude) >> kMantissaBits) - (kExponentShift << 3);
+  const auto subnormal = static_cast<uint32_t>(static_cast<int32_t>(magnitude * 0x1p9f));
+  return magnitude >= kLeastNormal ? normal : subnormal;
+}
+
+struct Values {
+  const uint16_t* values;
+  uint8_t* codes;
+  uint16_t* decoded;
+  float* differences;  // of the magnitudes
+  size_t count;
+  float scale, inverse, most;
+};
+
+[[gnu::always_inline]] inline void EncodeBody(const Values& v) {
+  // Apart from each other (EncodeFp8Row may be given decoded == values, which is read first).
+  const uint16_t* const values = v.values;
+  uint8_t* const __restrict codes = v.codes;
+  uint16_t* const decoded = v.decoded;
+  float* const __restrict differences = v.differences;
+  const float scale = v.scale, inverse = v.inverse, most = v.most;
+  for (size_t i = 0; i < v.count; ++i) {
+    const uint32_t value = values[i], sign = value & 0x8000u;
+    const float magnitude = std::bit_cast<float>((value & 0x7fffu) << 16);
+    const float rounded = Rounded(magnitude * inverse, most);
+    const float now = rounded * scale;
+    codes[i] = static_cast<uint8_t>(sign >> 8 | CodeOf(rounded));
+    decoded[i] = static_cast<uint16_t>(sign | std::bit_cast<uint32_t>(now) >> 16);
+    differences[i] = magnitude - now;
+  }
+}
+
+#if defined(__x86_64__)
+// The same operations eight at a time: the same bits.
+[[gnu::target("avx2")]] void EncodeAvx2(const Values& v) { EncodeBody(v); }
+#endif
+
+void EncodeValues(const Values& values) {
+#if defined(__x86_64__)
+  static const bool has_avx2 = __builtin_cpu_supports("avx2");
+  if (has_avx2) return EncodeAvx2(values);
+#endif
+  EncodeBody(values);
 }
 
 float Decode(uint8_t code) {
@@ -84,17 +130,15 @@ Fp8Row EncodeFp8Row(std::span<const uint16_t> values, std::span<uint8_t> codes,
   const float scale = ScaleOf(largest);
   const float inverse = 1 / scale;  // exact: a power of two
   // At the end of bf16's range 128 would decode to infinity.
-  const uint8_t most = scale > 0x1p120f ? kCodeOf120 : kCodeOf240;
+  const float most = scale > 0x1p120f ? 120 : kFp8Max;
   std::array<double, 8> errors{};  // apart, so that one addition need not wait for the last
-  for (size_t i = 0; i < values.size(); ++i) {
-    const uint8_t rounded = Encode(Bf16ToFloat(values[i]) * inverse);
-    const uint8_t code =
-        static_cast<uint8_t>((rounded & 0x80) | std::min<int>(rounded & 0x7f, most));
-    codes[i] = code;
-    const float now = kDecoded[code] * scale;
-    const double error = double{Bf16ToFloat(values[i])} - double{now};
-    errors[i % errors.size()] += error * error;
-    decoded[i] = UpperHalf(now);
+  std::array<float, 256> differences;
+  for (size_t begin = 0; begin < values.size(); begin += differences.size()) {
+    const size_t count = std::min(differences.size(), values.size() - begin);
+    EncodeValues({values.data() + begin, codes.data() + begin, decoded.data() + begin,
+                  differences.data(), count, scale, inverse, most});
+    for (size_t i = 0; i < count; ++i)
+      errors[i % errors.size()] += double{differences[i]} * double{differences[i]};
   }
   return {scale, std::accumulate(errors.begin(), errors.end(), 0.0)};
 }
