@@ -129,6 +129,8 @@ absl::StatusOr<v1::Job> CaptureAgain(Context& context, Client& client, const std
   if (options.name().empty()) options.set_name(source.name() + " again");
   if (options.max_length() == 0) options.set_max_length(source.options().max_length());
   if (options.template_().empty()) options.set_template_("none");
+  // The same ids and share give the same split.
+  if (options.eval_fraction() == 0) options.set_eval_fraction(source.options().eval_fraction());
   v1::StreamStart start;
   start.set_job(source.id());
   start.set_group(fmt::format("submit-from-{:08x}", std::random_device()()));
@@ -210,9 +212,12 @@ absl::StatusOr<int> Submit(Context& context, const SubmitFlags& flags) {
   STATETAP_ASSIGN_OR_RETURN(const Allowance max_rejected, ParseAllowance(flags.max_rejected));
   STATETAP_ASSIGN_OR_RETURN(v1::JobOptions options, OptionsFrom(flags.job));
   if (flags.from.empty() == flags.files.empty())
-    return absl::InvalidArgumentError("what is to be captured? give files, or --from JOB");
+    return absl::InvalidArgumentError("what is to be captured? give either files, or --from JOB");
   if (!flags.from.empty()) {
-    if (flags.dry_run) return absl::InvalidArgumentError("--dry-run is for files");
+    for (const auto& [given, flag] :
+         {std::pair(flags.dry_run, "--dry-run"), std::pair(flags.skip_bad, "--skip-bad"),
+          std::pair(flags.sample.has_value(), "--sample")})
+      if (given) return absl::InvalidArgumentError(fmt::format("{} is for files", flag));
     STATETAP_ASSIGN_OR_RETURN(Client* const client, context.client());
     WarnAboutTaps(context, options, *client);
     STATETAP_ASSIGN_OR_RETURN(const v1::Job job,

@@ -95,7 +95,14 @@ void FeatureStream::NoteDamage(const IndexedSample& sample, const ShardRow& shar
 }
 
 absl::Status FeatureStream::Damage() const {
-  if (damaged_.empty()) return absl::OkStatus();
+  if (damaged_.empty() && evicted_samples_.empty()) return absl::OkStatus();
+  if (damaged_.empty()) {
+    return absl::FailedPreconditionError(fmt::format(
+        "{0} samples of {1} were not sent, all others were: their states were evicted; capture "
+        "them "
+        "again with `statetap submit --from {1}`, or stream tokens alone (boundaries: -1)",
+        evicted_samples_.size(), job_.id));
+  }
   std::string shards;
   for (const auto& [path, damage] : damaged_)
     shards += fmt::format("{}{} ({} samples: {})", shards.empty() ? "" : ", ", damage.shard(),
@@ -213,22 +220,22 @@ absl::StatusOr<FeatureStream::Step> FeatureStream::SendNext(const FeatureOutlet&
     sent_[delivery] = sample->index;  // from here on the destructor gives it back
   }
   STATETAP_ASSIGN_OR_RETURN(const ShardRow shard, ShardOf(*sample));
+  if (!header_sent_) STATETAP_RETURN_IF_ERROR(SendHeader(outlet));
+  const auto skip = [&] {
+    const std::lock_guard lock(mutex_);
+    sent_.erase(delivery);
+    --deliveries_;
+    return Step::kSkipped;
+  };
+  if (shard.evicted && !boundaries_.empty()) {
+    groups_.Withdraw(job_.key, group_, sample->index);
+    evicted_samples_.insert(sample->index);
+    return skip();
+  }
   const auto reader = shards_.OpenVerified(shard, sample->position);
   if (!reader.ok()) {
-    {
-      const std::lock_guard lock(mutex_);
-      sent_.erase(delivery);
-      --deliveries_;
-    }
     NoteDamage(*sample, shard, reader.status());
-    return Step::kDamaged;
-  }
-  if (!header_sent_) STATETAP_RETURN_IF_ERROR(SendHeader(outlet));
-  if (shard.evicted && !boundaries_.empty()) {
-    return absl::FailedPreconditionError(
-        fmt::format("job {0}: states were evicted, of {1} among others; capture them again with "
-                    "`statetap submit --from {0}`, or stream tokens alone (boundaries: -1)",
-                    job_.id, (*reader)->samples()[static_cast<size_t>(sample->position)].id));
+    return skip();
   }
   const uint64_t bytes = static_cast<uint64_t>(sample->rows) * boundaries_.size() *
                          static_cast<uint64_t>(hidden_) * sizeof(uint16_t);

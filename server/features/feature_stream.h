@@ -51,7 +51,7 @@ class FeatureStream {
                 const v1::StreamStart& start, JobRecord job,
                 std::function<void(int64_t)> acknowledged);
   absl::Status SendAll(const FeatureOutlet& outlet);
-  enum class Step { kSent, kDamaged, kNothing };
+  enum class Step { kSent, kSkipped, kNothing };
   absl::StatusOr<Step> SendNext(const FeatureOutlet& outlet);
   absl::StatusOr<ShardRow> ShardOf(const IndexedSample& sample);
   void NoteDamage(const IndexedSample& sample, const ShardRow& shard, const absl::Status& status);
@@ -77,10 +77,11 @@ class FeatureStream {
   std::optional<ShardRow> shard_of_last_;
   std::map<std::string, v1::DamagedShard> damaged_;  // by path
   std::set<int64_t> damaged_samples_;
-  std::deque<IndexedSample> next_;  // read ahead
-  int64_t shard_ = 0, row_ = -1;    // behind the last read
-  uint64_t releases_ = 0;           // of the group when next_ was read
-  uint64_t returns_ = 0;            // of the groups, when reading began at the front
+  std::set<int64_t> evicted_samples_;  // not sent either
+  std::deque<IndexedSample> next_;     // read ahead
+  int64_t shard_ = 0, row_ = -1;       // behind the last read
+  uint64_t releases_ = 0;              // of the group when next_ was read
+  uint64_t returns_ = 0;               // of the groups, when reading began at the front
 
   std::mutex mutex_;
   std::condition_variable changed_;

@@ -162,25 +162,21 @@ absl::Status JobRunner::Resume(const JobRecord& job) {
   });
 }
 
-// A running job reads what is to do in order and is past the rejected ones: it begins again.
+// A running job reads what is to do in order and is past the rejected ones: it begins again. So
+// does one that was stopped here for nothing.
 absl::StatusOr<JobStore::Retried> JobRunner::Retry(const JobRecord& job) {
   JobStore::Retried retried;
   const auto retry = [&]() -> absl::Status {
-    STATETAP_ASSIGN_OR_RETURN(retried, store_.Retry(job.key));
+    const absl::StatusOr<JobStore::Retried> result = store_.Retry(job.key);
+    if (result.ok()) retried = *result;
     STATETAP_ASSIGN_OR_RETURN(const JobRecord now, store_.GetJob(job.key));
-    if (now.state == JobState::kPaused) return absl::OkStatus();
-    STATETAP_RETURN_IF_ERROR(store_.MarkQueued(job.key));
-    return Activate(now);
+    if (!HasEnded(now.state) && now.state != JobState::kPaused) {
+      STATETAP_RETURN_IF_ERROR(store_.MarkQueued(job.key));
+      STATETAP_RETURN_IF_ERROR(Activate(now));
+    }
+    return result.status();
   };
-  const bool was_running = ActiveOf(job.key) != nullptr;
-  const absl::Status status = StopThen(job.key, ShardPipeline::Finished::kCommit, retry);
-  if (!status.ok() && was_running) {
-    // Stopped for nothing: on with it.
-    const absl::StatusOr<JobRecord> now = store_.GetJob(job.key);
-    if (now.ok() && !HasEnded(now->state) && ActiveOf(job.key) == nullptr)
-      Activate(*now).IgnoreError();
-  }
-  STATETAP_RETURN_IF_ERROR(status);
+  STATETAP_RETURN_IF_ERROR(StopThen(job.key, ShardPipeline::Finished::kCommit, retry));
   return retried;
 }
 

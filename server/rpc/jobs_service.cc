@@ -127,6 +127,8 @@ absl::StatusOr<v1::ExcludeSamplesResponse> JobsService::Exclude(
   if (request.where().empty() == request.ids().empty())
     return absl::InvalidArgumentError("where, ids: give one of the two");
   STATETAP_ASSIGN_OR_RETURN(const SampleFilter filter, SampleFilter::Parse(request.where()));
+  if (request.ids().empty() && filter.holds_for_all())
+    return absl::InvalidArgumentError("where: it is blank; for every sample say tokens > 0");
   std::vector<int64_t> indices;
   for (const std::string& id : request.ids()) {
     STATETAP_ASSIGN_OR_RETURN(const IndexedSample sample, context_.store.FindStored(job.key, id));

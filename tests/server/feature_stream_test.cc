@@ -5,6 +5,7 @@
 #include <future>
 
 #include "extractor/base/file.h"
+#include "server/jobs/eviction.h"
 #include "tests/support/job_harness.h"
 
 namespace statetap {
@@ -337,6 +338,37 @@ TEST_F(FeatureStreamTest, AJobDeletedDuringTheStreamEndsItByName) {
               StatusIs(absl::StatusCode::kNotFound, fmt::format("job {} was deleted", job_.id)));
   EXPECT_FALSE(received.end.has_value());
   EXPECT_GE(received.ids.size(), 3u);  // what is mapped or read ahead may still come
+}
+
+TEST_F(FeatureStreamTest, EvictedSamplesDoNotHoldUpTheOthers) {
+  // Two shards, the first one without states.
+  std::vector<v1::SampleInput> more;
+  for (int i = 0; i < 60; ++i)
+    more.push_back(IdsSample(fmt::format("m{}", i), std::vector<int32_t>(300, i + 1)));
+  v1::JobOptions options;
+  options.set_name("two shards");
+  options.set_shard_bytes(1 << 20);
+  ASSERT_OK_AND_ASSIGN(const JobRecord submitted, harness_.Submit(options, more));
+  job_ = harness_.WaitForEnd(submitted);
+  ASSERT_OK_AND_ASSIGN(const auto shards, harness_.store->Shards(job_.key));
+  ASSERT_GE(shards.size(), 2u);
+  ASSERT_OK(EvictStates(*harness_.store, harness_.folders(), job_, std::span(shards).first(1)));
+  Received received;
+  auto stream = Open(Start());
+  stream->Close();
+  EXPECT_THAT(stream->Run(Into(received)),
+              StatusIs(absl::StatusCode::kFailedPrecondition,
+                       fmt::format("{} samples of {} were not sent", shards[0].samples, job_.id)));
+  EXPECT_EQ(static_cast<int64_t>(received.ids.size()), 60 - shards[0].samples);
+  EXPECT_EQ(received.end, 60 - shards[0].samples);
+  // Tokens are there of all.
+  v1::StreamStart tokens = Start("tokens");
+  tokens.add_boundaries(-1);
+  Received all;
+  stream = Open(tokens);
+  stream->Close();
+  EXPECT_OK(stream->Run(Into(all)));
+  EXPECT_EQ(all.ids.size(), 60u);
 }
 
 TEST_F(FeatureStreamTest, ExcludedSamplesAreNotSent) {

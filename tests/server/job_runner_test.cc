@@ -214,6 +214,7 @@ TEST(JobRunnerTest, RetryRunsRejectedSamplesOfEndedAndRunningJobs) {
   harness.engine->faults.step = std::chrono::milliseconds(1);
   ASSERT_OK_AND_ASSIGN(const JobRecord running, harness.Submit(Options(1 << 20), Chats(40)));
   harness.WaitUntil(running, [](const JobRecord& now) { return now.state == JobState::kRunning; });
+  ASSERT_OK(harness.store->MarkWaiting(running.key, "for a disk"));
   EXPECT_THAT(harness.runner->Retry(running),
               StatusIs(absl::StatusCode::kFailedPrecondition, "no rejected samples"));
   EXPECT_EQ(harness.WaitForEnd(running).counts.stored, 40);
