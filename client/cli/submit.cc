@@ -158,11 +158,14 @@ absl::StatusOr<v1::Job> CaptureAgain(Context& context, Client& client, const std
   });
 }
 
-int PrintPlan(Context& context, const InputSummary& summary, const v1::JobOptions& options) {
+// `samples` of those in the files; the rest of the summary is the files'.
+int PrintPlan(Context& context, const InputSummary& summary, int64_t samples,
+              const v1::JobOptions& options) {
   if (context.json) {
     Json sources = Json::object();
-    for (const auto& [source, samples] : summary.samples_by_source) sources[source] = samples;
-    context.PrintJson({{"samples", summary.samples},
+    for (const auto& [source, count] : summary.samples_by_source) sources[source] = count;
+    context.PrintJson({{"samples", samples},
+                       {"samples_in_files", summary.samples},
                        {"skipped_lines", summary.faulty_lines},
                        {"text_bytes", summary.text_bytes},
                        {"token_ids", summary.token_ids},
@@ -170,11 +173,12 @@ int PrintPlan(Context& context, const InputSummary& summary, const v1::JobOption
                        {"options", JsonOf(options)}});
     return kExitDone;
   }
-  context.out << fmt::format("would submit {} samples as \"{}\", mode {}\n",
-                             FormatCount(summary.samples), options.name(),
-                             options.mode() == v1::JOB_MODE_PREFILL ? "prefill" : "generate");
-  for (const auto& [source, samples] : summary.samples_by_source)
-    context.out << fmt::format("  {} from {}\n", FormatCount(samples), Printable(source));
+  context.out << fmt::format(
+      "would submit {}{} samples as \"{}\", mode {}\n", FormatCount(samples),
+      samples == summary.samples ? "" : fmt::format(" of {}", FormatCount(summary.samples)),
+      options.name(), options.mode() == v1::JOB_MODE_PREFILL ? "prefill" : "generate");
+  for (const auto& [source, count] : summary.samples_by_source)
+    context.out << fmt::format("  {} from {}\n", FormatCount(count), Printable(source));
   if (summary.text_bytes > 0)
     context.out << fmt::format("  {} of text\n", FormatBytes(summary.text_bytes));
   if (summary.token_ids > 0)
@@ -239,7 +243,7 @@ absl::StatusOr<int> Submit(Context& context, const SubmitFlags& flags) {
                                     : fmt::format("{} {} of {}", files->DefaultName(), samples,
                                                   summary.samples));
   }
-  if (flags.dry_run) return PrintPlan(context, summary, options);
+  if (flags.dry_run) return PrintPlan(context, summary, samples, options);
 
   STATETAP_ASSIGN_OR_RETURN(Client* const client, context.client());
   WarnAboutTaps(context, options, *client);

@@ -254,6 +254,7 @@ absl::Status FeatureStream::WaitForCredit(uint64_t bytes) {
   while (!changed_.wait_for(lock, kNoteInterval, may_go)) {
     lock.unlock();
     STATETAP_RETURN_IF_ERROR(NoteAcknowledged());
+    STATETAP_RETURN_IF_ERROR(store_.GetJob(job_.key).status());  // deleted meanwhile?
     lock.lock();
   }
   if (stopped_) return why_;

@@ -340,6 +340,18 @@ TEST_F(FeatureStreamTest, AJobDeletedDuringTheStreamEndsItByName) {
   EXPECT_GE(received.ids.size(), 3u);  // what is mapped or read ahead may still come
 }
 
+TEST_F(FeatureStreamTest, AJobDeletedWhileTheStreamWaitsForCreditEndsItToo) {
+  v1::StreamStart start = Start();
+  start.set_credit_bytes(1);
+  Received received;
+  const auto stream = Open(start);
+  std::future<absl::Status> done =
+      std::async(std::launch::async, [&] { return stream->Run(Into(received)); });
+  while (received.deliveries == 0) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  ASSERT_OK(harness_.runner->Delete(job_));
+  EXPECT_THAT(done.get(), StatusIs(absl::StatusCode::kNotFound, "was deleted"));
+}
+
 TEST_F(FeatureStreamTest, EvictedSamplesDoNotHoldUpTheOthers) {
   // Two shards, the first one without states.
   std::vector<v1::SampleInput> more;
