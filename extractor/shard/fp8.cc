@@ -19,9 +19,8 @@ constexpr uint16_t kInfinity = 0x7f80;
 constexpr float kLeastNormal = 0x1p-6f;
 constexpr int kLeastExponent = -124;  // then the least code is the least bf16 value, 2^-133
 
-// The nearest e4m3 magnitude to `magnitude` <= 240, ties to even, at most `most`. No branch and no
-// table: the loop over a row is to be vectorised.
-[[gnu::always_inline]] inline float Rounded(float magnitude, float most) {
+// The nearest e4m3 magnitude to `magnitude` <= 240, ties to even, at most `most`.
+float Rounded(float magnitude, float most) {
   const auto bits = std::bit_cast<uint32_t>(magnitude);
   const uint32_t half = (1u << (kMantissaBits - 1)) - 1 + ((bits >> kMantissaBits) & 1);
   const auto normal = std::bit_cast<float>((bits + half) & ~((1u << kMantissaBits) - 1));
@@ -32,51 +31,11 @@ constexpr int kLeastExponent = -124;  // then the least code is the least bf16 v
 }
 
 // Of a magnitude that Rounded gave.
-[[gnu::always_inline]] inline uint32_t CodeOf(float magnitude) {
+uint32_t CodeOf(float magnitude) {
   const uint32_t normal =
       (std::bit_cast<uint32_t>(magnitude) >> kMantissaBits) - (kExponentShift << 3);
   const auto subnormal = static_cast<uint32_t>(static_cast<int32_t>(magnitude * 0x1p9f));
   return magnitude >= kLeastNormal ? normal : subnormal;
-}
-
-struct Values {
-  const uint16_t* values;
-  uint8_t* codes;
-  uint16_t* decoded;
-  float* differences;  // of the magnitudes
-  size_t count;
-  float scale, inverse, most;
-};
-
-[[gnu::always_inline]] inline void EncodeBody(const Values& v) {
-  // Apart from each other (EncodeFp8Row may be given decoded == values, which is read first).
-  const uint16_t* const values = v.values;
-  uint8_t* const __restrict codes = v.codes;
-  uint16_t* const decoded = v.decoded;
-  float* const __restrict differences = v.differences;
-  const float scale = v.scale, inverse = v.inverse, most = v.most;
-  for (size_t i = 0; i < v.count; ++i) {
-    const uint32_t value = values[i], sign = value & 0x8000u;
-    const float magnitude = std::bit_cast<float>((value & 0x7fffu) << 16);
-    const float rounded = Rounded(magnitude * inverse, most);
-    const float now = rounded * scale;
-    codes[i] = static_cast<uint8_t>(sign >> 8 | CodeOf(rounded));
-    decoded[i] = static_cast<uint16_t>(sign | std::bit_cast<uint32_t>(now) >> 16);
-    differences[i] = magnitude - now;
-  }
-}
-
-#if defined(__x86_64__)
-// The same operations eight at a time: the same bits.
-[[gnu::target("avx2")]] void EncodeAvx2(const Values& v) { EncodeBody(v); }
-#endif
-
-void EncodeValues(const Values& values) {
-#if defined(__x86_64__)
-  static const bool has_avx2 = __builtin_cpu_supports("avx2");
-  if (has_avx2) return EncodeAvx2(values);
-#endif
-  EncodeBody(values);
 }
 
 float Decode(uint8_t code) {
@@ -132,13 +91,15 @@ Fp8Row EncodeFp8Row(std::span<const uint16_t> values, std::span<uint8_t> codes,
   // At the end of bf16's range 128 would decode to infinity.
   const float most = scale > 0x1p120f ? 120 : kFp8Max;
   std::array<double, 8> errors{};  // apart, so that one addition need not wait for the last
-  std::array<float, 256> differences;
-  for (size_t begin = 0; begin < values.size(); begin += differences.size()) {
-    const size_t count = std::min(differences.size(), values.size() - begin);
-    EncodeValues({values.data() + begin, codes.data() + begin, decoded.data() + begin,
-                  differences.data(), count, scale, inverse, most});
-    for (size_t i = 0; i < count; ++i)
-      errors[i % errors.size()] += double{differences[i]} * double{differences[i]};
+  for (size_t i = 0; i < values.size(); ++i) {
+    const uint32_t sign = values[i] & 0x8000u;
+    const float magnitude = Bf16ToFloat(values[i] & 0x7fff);
+    const float rounded = Rounded(magnitude * inverse, most);
+    const float now = rounded * scale;
+    codes[i] = static_cast<uint8_t>(sign >> 8 | CodeOf(rounded));
+    decoded[i] = static_cast<uint16_t>(sign | UpperHalf(now));
+    const double error = double{magnitude} - double{now};
+    errors[i % errors.size()] += error * error;
   }
   return {scale, std::accumulate(errors.begin(), errors.end(), 0.0)};
 }
