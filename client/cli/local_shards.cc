@@ -1,7 +1,8 @@
 #include "client/cli/local_shards.h"
 
 #include <algorithm>
-#include <cmath>
+
+#include "extractor/shard/joined_statistics.h"
 
 namespace statetap {
 namespace {
@@ -103,31 +104,12 @@ v1::Shard ShardMessage(const ShardReader& shard) {
 
 absl::StatusOr<v1::Statistics> JoinStatistics(const std::vector<fs::path>& paths,
                                               Channels channels) {
-  int64_t samples = 0, rows = 0;
-  std::vector<int> boundaries;
-  std::vector<BoundaryStatistics> statistics;
-  int hidden = 0;
-  STATETAP_RETURN_IF_ERROR(ForEachShard(paths, [&](const ShardReader& shard) -> absl::Status {
-    STATETAP_ASSIGN_OR_RETURN(std::vector<BoundaryStatistics> one, shard.ReadStatistics());
-    samples += static_cast<int64_t>(shard.samples().size());
-    rows += shard.rows();
-    if (statistics.empty()) {
-      boundaries = shard.config().boundaries;
-      hidden = shard.config().hidden;
-      statistics = std::move(one);
-      return absl::OkStatus();
-    }
-    if (shard.config().boundaries != boundaries || shard.config().hidden != hidden)
-      return absl::FailedPreconditionError(
-          fmt::format("{} has boundaries {} of {} values, others {} of {}; look at them apart",
-                      shard.path().string(), fmt::join(shard.config().boundaries, ","),
-                      shard.config().hidden, fmt::join(boundaries, ","), hidden));
-    for (size_t b = 0; b < statistics.size(); ++b) statistics[b].Merge(one[b]);
-    return absl::OkStatus();
-  }));
-  v1::Statistics message = StatisticsMessage(boundaries, statistics, channels);
-  message.set_samples(samples);
-  message.set_rows(rows);
+  JoinedStatistics joined;
+  STATETAP_RETURN_IF_ERROR(
+      ForEachShard(paths, [&](const ShardReader& shard) { return joined.Add(shard); }));
+  v1::Statistics message = StatisticsMessage(joined.boundaries, joined.statistics, channels);
+  message.set_samples(joined.samples);
+  message.set_rows(joined.rows);
   return message;
 }
 

@@ -94,10 +94,9 @@ double BoundaryStatistics::RmsQuantile(double q) const {
 }
 
 double BoundaryStatistics::RelativeError() const {
-  double squares = 0;
-  for (size_t c = 0; c < mean.size(); ++c)
-    squares += m2[c] + static_cast<double>(count) * mean[c] * mean[c];
-  return squares == 0 ? 0 : std::sqrt(squared_error / squares);
+  if (squared_error == 0) return 0;
+  const double values = static_cast<double>(count) * static_cast<double>(mean.size());
+  return std::sqrt(squared_error / values) / Summary().rms;
 }
 
 BoundaryStatistics::Overall BoundaryStatistics::Summary() const {

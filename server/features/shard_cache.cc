@@ -89,18 +89,10 @@ absl::StatusOr<ShardCache::Joined> ShardCache::Statistics(const JobRecord& job) 
   for (const ShardRow& shard : shards) {
     if (shard.seq <= joined.last_seq) continue;
     STATETAP_ASSIGN_OR_RETURN(const auto reader, Open(shard));
-    STATETAP_ASSIGN_OR_RETURN(std::vector<BoundaryStatistics> statistics, reader->ReadStatistics());
-    if (joined.statistics.empty()) {
-      joined.boundaries = reader->config().boundaries;
-      joined.statistics = std::move(statistics);
-    } else if (reader->config().boundaries != joined.boundaries) {
-      return absl::DataLossError(
-          fmt::format("{} has other boundaries than the job's first shard", shard.path));
-    } else {
-      for (size_t i = 0; i < statistics.size(); ++i) joined.statistics[i].Merge(statistics[i]);
-    }
-    joined.samples += shard.samples;
-    joined.rows += shard.rows;
+    const absl::Status added = joined.Add(*reader);
+    // Shards of one job are alike, or one of them is not what the store says.
+    if (absl::IsFailedPrecondition(added)) return absl::DataLossError(added.message());
+    STATETAP_RETURN_IF_ERROR(added);
     joined.last_seq = shard.seq;
   }
   return joined;

@@ -10,7 +10,7 @@
 #include <string>
 #include <vector>
 
-#include "extractor/shard/shard_reader.h"
+#include "extractor/shard/joined_statistics.h"
 #include "server/jobs/shard_folders.h"
 #include "server/store/job_store.h"
 
@@ -38,10 +38,7 @@ class ShardCache {
   // Past the cache: what is on disk now.
   absl::StatusOr<std::shared_ptr<const ShardReader>> OpenAnew(const ShardRow& shard) const;
 
-  struct Joined {
-    std::vector<int> boundaries;
-    std::vector<BoundaryStatistics> statistics;  // by boundary
-    int64_t samples = 0, rows = 0;
+  struct Joined : JoinedStatistics {
     int64_t last_seq = 0;
   };
   // Statistics of the job's shards so far, in the order written: a shard is read once.

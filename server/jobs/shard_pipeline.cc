@@ -5,7 +5,7 @@
 #include <utility>
 
 #include "extractor/base/log.h"
-#include "extractor/shard/shard_reader.h"
+#include "extractor/shard/joined_statistics.h"
 
 namespace statetap {
 namespace {
@@ -221,21 +221,14 @@ void ShardPipeline::LookAtGate(const ActiveJobPtr& job) {
 
 absl::StatusOr<std::string> ShardPipeline::AlarmsOf(int64_t key) const {
   STATETAP_ASSIGN_OR_RETURN(const std::vector<ShardRow> shards, store_.Shards(key));
-  std::vector<int> boundaries;
-  std::vector<BoundaryStatistics> joined;
+  JoinedStatistics joined;
   for (const ShardRow& shard : shards) {
     STATETAP_ASSIGN_OR_RETURN(const auto reader,
                               ShardReader::Open(folders_.FromStored(shard.path)));
-    STATETAP_ASSIGN_OR_RETURN(std::vector<BoundaryStatistics> statistics, reader->ReadStatistics());
-    if (joined.empty()) {
-      boundaries = reader->config().boundaries;
-      joined = std::move(statistics);
-      continue;
-    }
-    for (size_t i = 0; i < joined.size(); ++i) joined[i].Merge(statistics[i]);
+    STATETAP_RETURN_IF_ERROR(joined.Add(*reader));
   }
   std::string text;
-  for (const StatisticsAlarm& alarm : FindAlarms(boundaries, joined))
+  for (const StatisticsAlarm& alarm : FindAlarms(joined.boundaries, joined.statistics))
     text += fmt::format("{}{}: {}", text.empty() ? "" : "; ", alarm.kind, alarm.message);
   return text;
 }
