@@ -232,7 +232,8 @@ RenderedSample RenderSample(const v1::SampleInput& sample, const TextPlan& plan,
 
 namespace {
 
-SampleRow Admit(const v1::SampleInput& sample, const JobPlan& plan, const ServedModel& model) {
+SampleRow Admit(const v1::SampleInput& sample, const JobPlan& plan, const ServedModel& model,
+                Lengths lengths) {
   SampleRow row;
   row.digest = ContentDigest(sample);
   row.id = sample.id();
@@ -256,15 +257,15 @@ SampleRow Admit(const v1::SampleInput& sample, const JobPlan& plan, const Served
   row.prompt_tokens = static_cast<int32_t>(
       std::find(rendered.mask.begin(), rendered.mask.end(), uint8_t{1}) - rendered.mask.begin());
   if (!plan.text.generate) row.mask = std::move(rendered.mask);
-  row.rejection = CheckLength(row, plan);
+  if (lengths == Lengths::kCheck) row.rejection = CheckLength(row, plan);
   return row;
 }
 
 }  // namespace
 
-SampleRow AdmitSample(const v1::SampleInput& sample, const JobPlan& plan,
-                      const ServedModel& model) {
-  SampleRow row = Admit(sample, plan, model);
+SampleRow AdmitSample(const v1::SampleInput& sample, const JobPlan& plan, const ServedModel& model,
+                      Lengths lengths) {
+  SampleRow row = Admit(sample, plan, model, lengths);
   if (!row.rejection) return row;
   row.rejection->message = CutMiddle(row.rejection->message, kMostMessageBytes);
   // What is too long to be listed is not kept either: the source line tells which one it was.
@@ -273,22 +274,21 @@ SampleRow AdmitSample(const v1::SampleInput& sample, const JobPlan& plan,
   return row;
 }
 
-absl::StatusOr<Admission> Admission::Begin(JobStore& store, const ServedModel& model,
-                                           const v1::JobOptions& options) {
+absl::StatusOr<SampleAdmitter> SampleAdmitter::Begin(const ServedModel& model,
+                                                     const v1::JobOptions& options) {
   // Whatever the mode will be, these options must be possible.
   STATETAP_RETURN_IF_ERROR(
       PlanJob(options, options.mode() != v1::JOB_MODE_PREFILL, model).status());
-  return Admission(store, model, options);
+  return SampleAdmitter(model, options);
 }
 
-Admission::Admission(JobStore& store, const ServedModel& model, const v1::JobOptions& options)
-    : store_(&store),
-      model_(&model),
+SampleAdmitter::SampleAdmitter(const ServedModel& model, const v1::JobOptions& options)
+    : model_(&model),
       given_(options),
       workers_(std::make_unique<WorkerPool>(
           static_cast<int>(std::clamp(std::thread::hardware_concurrency(), 1u, 8u)))) {}
 
-absl::Status Admission::ResolveMode(const v1::SampleInput& sample) {
+absl::Status SampleAdmitter::ResolveMode(const v1::SampleInput& sample) {
   const bool given = given_.mode() != v1::JOB_MODE_UNSPECIFIED;
   const bool generate = given ? given_.mode() == v1::JOB_MODE_GENERATE : DefaultsToGenerate(sample);
   if (!plan_) {
@@ -302,37 +302,53 @@ absl::Status Admission::ResolveMode(const v1::SampleInput& sample) {
   return absl::OkStatus();
 }
 
-std::string Admission::IdOf(const v1::SampleInput& sample, const std::string& digest) {
+std::string SampleAdmitter::IdOf(const v1::SampleInput& sample, const std::string& digest) {
   // One that is too long was rejected for it; its digest stands for it.
   if (!sample.id().empty() && sample.id().size() <= kMaxIdBytes) return sample.id();
   const int64_t repeat = repeats_[digest]++;
   return repeat == 0 ? digest : fmt::format("{}#{}", digest, repeat);
 }
 
-absl::Status Admission::Add(const google::protobuf::RepeatedPtrField<v1::SampleInput>& samples) {
+absl::StatusOr<std::vector<SampleRow>> SampleAdmitter::Admit(const SampleBatch& samples,
+                                                             Lengths lengths) {
   if (samples.size() > kMaxBatch) {
     return absl::InvalidArgumentError(
         fmt::format("samples: {} in one message; send at most {}", samples.size(), kMaxBatch));
   }
-  if (samples.empty()) return absl::OkStatus();
   for (const v1::SampleInput& sample : samples) STATETAP_RETURN_IF_ERROR(ResolveMode(sample));
-  if (!open_) {
-    STATETAP_ASSIGN_OR_RETURN(const int64_t key, store_->CreateJob(ContentOf(*plan_, *model_)));
-    open_.emplace(*store_, key);
-  }
   std::vector<SampleRow> rows(static_cast<size_t>(samples.size()));
   workers_->ParallelFor(samples.size(), [&](int64_t begin, int64_t end, int) {
     for (int64_t i = begin; i < end; ++i)
-      rows[static_cast<size_t>(i)] = AdmitSample(samples[static_cast<int>(i)], *plan_, *model_);
+      rows[static_cast<size_t>(i)] =
+          AdmitSample(samples[static_cast<int>(i)], *plan_, *model_, lengths);
   });
   for (int i = 0; i < samples.size(); ++i) {
     SampleRow& row = rows[static_cast<size_t>(i)];
     row.id = IdOf(samples[i], row.digest);
-    if (!row.rejection) {
-      ++samples_;
-      tokens_ += static_cast<int64_t>(row.ids.size());
-    }
     row.split = SplitOf(row.id, plan_->options.eval_fraction());
+  }
+  return rows;
+}
+
+absl::StatusOr<Admission> Admission::Begin(JobStore& store, const ServedModel& model,
+                                           const v1::JobOptions& options) {
+  STATETAP_ASSIGN_OR_RETURN(SampleAdmitter admitter, SampleAdmitter::Begin(model, options));
+  return Admission(store, model, options.name(), std::move(admitter));
+}
+
+absl::Status Admission::Add(const SampleBatch& samples) {
+  STATETAP_ASSIGN_OR_RETURN(const std::vector<SampleRow> rows,
+                            admitter_.Admit(samples, Lengths::kCheck));
+  if (rows.empty()) return absl::OkStatus();
+  if (!open_) {
+    STATETAP_ASSIGN_OR_RETURN(const int64_t key,
+                              store_->CreateJob(ContentOf(admitter_.plan(), *model_)));
+    open_.emplace(*store_, key);
+  }
+  for (const SampleRow& row : rows) {
+    if (row.rejection) continue;
+    ++samples_;
+    tokens_ += static_cast<int64_t>(row.ids.size());
   }
   STATETAP_ASSIGN_OR_RETURN(const JobStore::Added added, store_->AddSamples(open_->key(), rows));
   duplicates_ += added.duplicates;
@@ -343,7 +359,7 @@ absl::StatusOr<JobStore::Published> Admission::Finish(int64_t free_bytes) {
   if (!open_) {
     return absl::InvalidArgumentError("samples: none came; a job needs at least one");
   }
-  const int64_t bytes = ShardBytes(*plan_, *model_, tokens_, samples_);
+  const int64_t bytes = ShardBytes(admitter_.plan(), *model_, tokens_, samples_);
   if (bytes > free_bytes) {
     return absl::ResourceExhaustedError(fmt::format(
         "the job's shards need at least {} bytes ({} tokens of {} samples before any answer) and "
@@ -356,9 +372,9 @@ absl::StatusOr<JobStore::Published> Admission::Finish(int64_t free_bytes) {
   const auto difference = [&](std::string_view theirs) {
     v1::JobOptions other;
     other.ParseFromArray(theirs.data(), static_cast<int>(theirs.size()));
-    return OptionDifferences(plan_->options, other);
+    return OptionDifferences(admitter_.plan().options, other);
   };
-  return store_->PublishJob(key, given_.name(), plan_->options.SerializeAsString(), difference);
+  return store_->PublishJob(key, name_, admitter_.plan().options.SerializeAsString(), difference);
 }
 
 }  // namespace statetap

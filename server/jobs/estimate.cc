@@ -1,10 +1,6 @@
 #include "server/jobs/estimate.h"
 
 #include <algorithm>
-#include <limits>
-#include <thread>
-
-#include "server/jobs/admission.h"
 
 namespace statetap {
 namespace {
@@ -62,9 +58,8 @@ AnswerLengths::Expected AnswerLengths::Of(const std::string& source, int64_t roo
 absl::StatusOr<Estimator> Estimator::Begin(const JobStore& store, const ServedModel& model,
                                            const v1::JobOptions& options,
                                            const std::string& pilot) {
-  STATETAP_RETURN_IF_ERROR(
-      PlanJob(options, options.mode() != v1::JOB_MODE_PREFILL, model).status());
-  Estimator estimator(store, model, options);
+  STATETAP_ASSIGN_OR_RETURN(SampleAdmitter admitter, SampleAdmitter::Begin(model, options));
+  Estimator estimator(store, model, std::move(admitter));
   if (pilot.empty()) return estimator;
   STATETAP_ASSIGN_OR_RETURN(estimator.pilot_, store.GetJob(pilot));
   if (options.mode() != v1::JOB_MODE_PREFILL) {
@@ -73,29 +68,16 @@ absl::StatusOr<Estimator> Estimator::Begin(const JobStore& store, const ServedMo
   return estimator;
 }
 
-Estimator::Estimator(const JobStore& store, const ServedModel& model, const v1::JobOptions& options)
-    : store_(&store),
-      model_(&model),
-      given_(options),
-      workers_(std::make_unique<WorkerPool>(
-          static_cast<int>(std::clamp(std::thread::hardware_concurrency(), 1u, 8u)))) {}
-
-absl::Status Estimator::Add(const google::protobuf::RepeatedPtrField<v1::SampleInput>& samples) {
-  if (samples.empty()) return absl::OkStatus();
-  if (!plan_) {
-    const bool generate = given_.mode() == v1::JOB_MODE_UNSPECIFIED
-                              ? DefaultsToGenerate(samples[0])
-                              : given_.mode() == v1::JOB_MODE_GENERATE;
-    STATETAP_ASSIGN_OR_RETURN(plan_, PlanJob(given_, generate, *model_));
-  }
-  JobPlan unlimited = *plan_;  // lengths are looked at later, for every column of the table
-  unlimited.options.set_max_length(std::numeric_limits<int32_t>::max());
-  std::vector<SampleRow> rows(static_cast<size_t>(samples.size()));
-  workers_->ParallelFor(samples.size(), [&](int64_t begin, int64_t end, int) {
-    for (int64_t i = begin; i < end; ++i)
-      rows[static_cast<size_t>(i)] = AdmitSample(samples[static_cast<int>(i)], unlimited, *model_);
-  });
+absl::Status Estimator::Add(const SampleBatch& samples) {
+  // Lengths are looked at later, for every column of the table.
+  STATETAP_ASSIGN_OR_RETURN(const std::vector<SampleRow> rows,
+                            admitter_.Admit(samples, Lengths::kIgnore));
   for (const SampleRow& row : rows) {
+    const auto [seen, is_new_id] = seen_.emplace(row.id, Seen{row.digest, row.source_line});
+    if (!is_new_id) {
+      if (seen->second.digest == row.digest) continue;
+      return DifferentContent(row.id, seen->second.line, row.source_line);
+    }
     if (row.rejection) {
       ++refused_;
       continue;
@@ -104,7 +86,7 @@ absl::Status Estimator::Add(const google::protobuf::RepeatedPtrField<v1::SampleI
         source_index_.emplace(row.source, static_cast<int>(sources_.size()));
     if (is_new) sources_.push_back(row.source);
     const int32_t most =
-        row.max_new_tokens > 0 ? row.max_new_tokens : plan_->options.max_new_tokens();
+        row.max_new_tokens > 0 ? row.max_new_tokens : admitter_.plan().options.max_new_tokens();
     prompts_.push_back({static_cast<int32_t>(row.ids.size()), most, source->second});
   }
   return absl::OkStatus();
@@ -118,9 +100,9 @@ v1::LengthEstimate Estimator::At(int32_t max_length) const {
   int64_t prompt_tokens = 0;
   for (const Prompt& prompt : prompts_) {
     const int64_t left = max_length - prompt.tokens;
-    if (left < (plan_->text.generate ? 1 : 0)) {
-      const bool truncates =
-          !plan_->text.generate && plan_->options.too_long() == v1::TOO_LONG_TRUNCATE;
+    if (left < (admitter_.plan().text.generate ? 1 : 0)) {
+      const bool truncates = !admitter_.plan().text.generate &&
+                             admitter_.plan().options.too_long() == v1::TOO_LONG_TRUNCATE;
       if (truncates) {
         out.set_samples(out.samples() + 1);
         prompt_tokens += max_length;
@@ -132,7 +114,7 @@ v1::LengthEstimate Estimator::At(int32_t max_length) const {
     }
     out.set_samples(out.samples() + 1);
     prompt_tokens += prompt.tokens;
-    if (!plan_->text.generate) continue;
+    if (!admitter_.plan().text.generate) continue;
     const int64_t room =
         prompt.max_new_tokens > 0 ? std::min<int64_t>(left, prompt.max_new_tokens) : left;
     if (!lengths_) {
@@ -147,8 +129,8 @@ v1::LengthEstimate Estimator::At(int32_t max_length) const {
   out.set_prompt_tokens(prompt_tokens);
   out.set_answer_tokens(answers);
   out.set_cut(cut);
-  out.set_bytes(
-      ShardBytes(*plan_, *model_, prompt_tokens + static_cast<int64_t>(answers), out.samples()));
+  out.set_bytes(ShardBytes(admitter_.plan(), *model_, prompt_tokens + static_cast<int64_t>(answers),
+                           out.samples()));
   return out;
 }
 
@@ -162,7 +144,8 @@ absl::Status Estimator::FindRate(v1::EstimateResponse& response) const {
   }
   for (const JobRecord& job : jobs) {
     v1::JobOptions options;
-    if (!options.ParseFromString(job.options) || options.mode() != plan_->options.mode()) continue;
+    if (!options.ParseFromString(job.options) || options.mode() != admitter_.plan().options.mode())
+      continue;
     const double seconds = SecondsOf(job);
     if (job.tokens == 0 || seconds <= 0) continue;
     response.set_tokens_per_second(static_cast<double>(job.tokens) / seconds);
@@ -173,7 +156,8 @@ absl::Status Estimator::FindRate(v1::EstimateResponse& response) const {
 }
 
 absl::StatusOr<v1::EstimateResponse> Estimator::Finish(int64_t free_bytes) const {
-  if (!plan_) return absl::InvalidArgumentError("samples: none came; there is nothing to estimate");
+  if (seen_.empty())
+    return absl::InvalidArgumentError("samples: none came; there is nothing to estimate");
   v1::EstimateResponse response;
   STATETAP_RETURN_IF_ERROR(FindRate(response));
   const double rate = response.tokens_per_second();
@@ -183,7 +167,7 @@ absl::StatusOr<v1::EstimateResponse> Estimator::Finish(int64_t free_bytes) const
     if (rate > 0) estimate.set_seconds(tokens / rate);
     return estimate;
   };
-  *response.mutable_estimate() = at(plan_->options.max_length());
+  *response.mutable_estimate() = at(admitter_.plan().options.max_length());
   for (int64_t length = kShortestColumn; length < model_->max_seq_len; length *= 2)
     *response.add_by_max_length() = at(static_cast<int32_t>(length));
   *response.add_by_max_length() = at(model_->max_seq_len);

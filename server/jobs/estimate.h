@@ -5,11 +5,11 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <unordered_map>
+#include <utility>
 #include <vector>
 
-#include "extractor/base/worker_pool.h"
-#include "server/jobs/job_plan.h"
-#include "server/store/job_store.h"
+#include "server/jobs/admission.h"
 #include "statetap/v1/model.pb.h"
 
 namespace statetap {
@@ -41,12 +41,13 @@ class AnswerLengths {
 // Takes the samples of a job that is not there, in batches. One thread.
 class Estimator {
  public:
-  // INVALID_ARGUMENT for options that cannot be; NOT_FOUND for a pilot that is not there,
-  // FAILED_PRECONDITION for one without generated answers. An empty pilot: answers are taken as
-  // long as the limits allow.
+  // Errors of SampleAdmitter; NOT_FOUND for a pilot that is not there, FAILED_PRECONDITION for one
+  // without generated answers. An empty pilot: answers are taken as long as the limits allow.
   static absl::StatusOr<Estimator> Begin(const JobStore& store, const ServedModel& model,
                                          const v1::JobOptions& options, const std::string& pilot);
-  absl::Status Add(const google::protobuf::RepeatedPtrField<v1::SampleInput>& samples);
+  // Errors of SampleAdmitter, and of an id that came before with other content. With the same
+  // content it is the same sample.
+  absl::Status Add(const SampleBatch& samples);
   // `free_bytes`: where shards go.
   absl::StatusOr<v1::EstimateResponse> Finish(int64_t free_bytes) const;
 
@@ -55,17 +56,21 @@ class Estimator {
     int32_t tokens, max_new_tokens;
     int source;
   };
-  Estimator(const JobStore& store, const ServedModel& model, const v1::JobOptions& options);
+  Estimator(const JobStore& store, const ServedModel& model, SampleAdmitter admitter)
+      : store_(&store), model_(&model), admitter_(std::move(admitter)) {}
   v1::LengthEstimate At(int32_t max_length) const;
   absl::Status FindRate(v1::EstimateResponse& response) const;
 
   const JobStore* store_;
   const ServedModel* model_;
-  v1::JobOptions given_;
-  std::optional<JobPlan> plan_;
+  SampleAdmitter admitter_;
   std::optional<AnswerLengths> lengths_;
   std::optional<JobRecord> pilot_;
-  std::unique_ptr<WorkerPool> workers_;
+  struct Seen {
+    std::string digest;
+    int64_t line;
+  };
+  std::unordered_map<std::string, Seen> seen_;  // by id
   std::vector<std::string> sources_;
   std::map<std::string, int> source_index_;
   std::vector<Prompt> prompts_;

@@ -111,6 +111,8 @@ grpc::Status ModelService::Estimate(grpc::ServerContext*,
       if (!estimator) {
         STATETAP_ASSIGN_OR_RETURN(estimator, Estimator::Begin(context_.store, context_.model,
                                                               request.options(), request.pilot()));
+      } else if (request.has_options() || !request.pilot().empty()) {
+        return absl::InvalidArgumentError("options, pilot: only the first message may have them");
       }
       STATETAP_RETURN_IF_ERROR(estimator->Add(request.samples()));
     }

@@ -244,6 +244,9 @@ class JobStore {
   mutable SqlConnection read_;
 };
 
+// INVALID_ARGUMENT: two samples of one job have the same id and are not the same.
+absl::Status DifferentContent(std::string_view id, int64_t first_line, int64_t line);
+
 int64_t NowUnixMs();
 
 }  // namespace statetap

@@ -25,6 +25,13 @@ constexpr std::string_view kDifferingSample =
 
 }  // namespace
 
+absl::Status DifferentContent(std::string_view id, int64_t first_line, int64_t line) {
+  return absl::InvalidArgumentError(fmt::format(
+      "samples.id: lines {} and {} both have the id \"{}\" but different content; give each sample "
+      "its own id, or leave ids out",
+      first_line, line, id));
+}
+
 absl::StatusOr<int64_t> JobStore::CreateJob(const ContentConfig& content) {
   const std::lock_guard lock(write_mutex_);
   STATETAP_RETURN_IF_ERROR(write_.Run(
@@ -78,10 +85,7 @@ absl::StatusOr<JobStore::Added> JobStore::AddSamples(int64_t key,
           },
           key, sample.id));
       if (digest != sample.digest) {
-        return absl::InvalidArgumentError(fmt::format(
-            "samples.id: lines {} and {} both have the id \"{}\" but different content; give each "
-            "sample its own id, or leave ids out",
-            line, sample.source_line, sample.id));
+        return DifferentContent(sample.id, line, sample.source_line);
       }
       ++added.duplicates;
     }

@@ -93,6 +93,22 @@ TEST(EstimateTest, TheTableSaysWhatEachLengthLosesToRejects) {
   EXPECT_EQ(cut.estimate().prompt_tokens(), 910);
 }
 
+TEST(EstimateTest, CountsAndRefusesSamplesAsAJobDoes) {
+  JobHarness harness;
+  Samples twice = Chats(0, 5);
+  twice.MergeFrom(Chats(0, 5));
+  ASSERT_OK_AND_ASSIGN(const v1::EstimateResponse estimate, Estimate(harness, {}, twice));
+  EXPECT_EQ(estimate.estimate().samples(), 5);
+  Samples other = Chats(0, 2);
+  other[1].set_id(other[0].id());
+  EXPECT_THAT(Estimate(harness, {}, other).status(),
+              StatusIs(absl::StatusCode::kInvalidArgument, "but different content"));
+  Samples mixed = Chats(0, 1);
+  *mixed.Add() = IdsSample("ids", {1, 2, 3});
+  EXPECT_THAT(Estimate(harness, {}, mixed).status(),
+              StatusIs(absl::StatusCode::kInvalidArgument, "options.mode"));
+}
+
 TEST(EstimateTest, RefusesWhatCannotBe) {
   JobHarness harness;
   EXPECT_THAT(Estimator::Begin(*harness.store, harness.model, {}, "nobody").status(),
