@@ -22,6 +22,7 @@
 #include <thread>
 #include <vector>
 
+#include "bench/compare.h"
 #include "extractor/backend/backend.h"
 #include "extractor/base/file.h"
 #include "extractor/checkpoint/checkpoint_index.h"
@@ -148,31 +149,17 @@ absl::StatusOr<double> Prepare(const CheckpointIndex& index,
   return static_cast<double>(BytesOf(index)) / seconds / 1e9;
 }
 
-double Median(std::vector<double> values) {
-  std::sort(values.begin(), values.end());
-  return values[values.size() / 2];
-}
-
 absl::Status Case(const Options& options, const CheckpointIndex& index, const std::string& name,
-                  const std::function<absl::StatusOr<double>()>& measure) {
-  std::vector<double> ours, raw, ratios;
-  for (int round = 0; round < options.rounds; ++round) {
-    for (const bool of_ours : {round % 2 != 0, round % 2 == 0}) {  // who comes first alternates
+                  const Measure& measure) {
+  const auto cold = [&](const Measure& rate) -> Measure {
+    return [&index, rate]() -> absl::StatusOr<double> {
       STATETAP_RETURN_IF_ERROR(DropCache(index));
-      auto& rates = of_ours ? ours : raw;
-      STATETAP_ASSIGN_OR_RETURN(rates.emplace_back(), of_ours ? measure() : RawRead(index));
-    }
-    ratios.push_back(ours.back() / raw.back());
-    std::printf("%-5s round %d: %.2f GB/s, raw read %.2f GB/s, ratio %.3f\n", name.c_str(),
-                round + 1, ours.back(), raw.back(), ratios.back());
-    std::fflush(stdout);
-  }
-  std::printf(
-      "{\"bench\":\"load_bench\",\"case\":\"%s\",\"value\":%.4f,\"unit\":\"GB/s\","
-      "\"baseline\":\"raw-read\",\"baseline_value\":%.4f,\"ratio\":%.4f}\n",
-      name.c_str(), Median(ours), Median(raw), Median(ratios));
-  std::fflush(stdout);
-  return absl::OkStatus();
+      return rate();
+    };
+  };
+  return Compare(
+      {.bench = "load_bench", .name = name, .baseline = "raw-read", .rounds = options.rounds},
+      cold(measure), cold([&] { return RawRead(index); }));
 }
 
 int64_t AvailableBytes() {

@@ -21,6 +21,7 @@
 #include <string>
 #include <vector>
 
+#include "bench/compare.h"
 #include "extractor/base/file.h"
 #include "extractor/base/json.h"
 #include "extractor/shard/shard_reader.h"
@@ -36,11 +37,6 @@ struct Options {
   int samples = 8, tokens = 2048, rounds = 5;
   std::string cases = "write,write-statistics,write-fp8,read";
 };
-
-double Median(std::vector<double> values) {
-  std::sort(values.begin(), values.end());
-  return values[values.size() / 2];
-}
 
 class ShardBench {
  public:
@@ -199,30 +195,15 @@ class ShardBench {
     return Rate(begin);
   }
 
-  using Measure = std::function<absl::StatusOr<double>()>;
   absl::Status Case(const std::string& name, const Measure& ours, const std::string& baseline_name,
                     const Measure& baseline) {
     if (!Wanted(name)) return absl::OkStatus();
     buffer_.resize(states_[0].size());
-    std::vector<double> mine, theirs, ratios;
-    for (int round = 0; round < options_.rounds; ++round) {
-      for (const bool of_ours : {round % 2 == 0, round % 2 != 0}) {  // who comes first alternates
-        if (!of_ours && baseline == nullptr) continue;
-        auto& rates = of_ours ? mine : theirs;
-        STATETAP_ASSIGN_OR_RETURN(rates.emplace_back(), of_ours ? ours() : baseline());
-      }
-      if (baseline != nullptr) ratios.push_back(mine.back() / theirs.back());
-    }
-    const auto number = [](const std::vector<double>& values) {
-      return values.empty() ? std::string("null") : fmt::format("{:.4f}", Median(values));
-    };
-    fmt::print(
-        "{{\"bench\":\"shard_bench\",\"case\":\"{}\",\"value\":{},\"unit\":\"GB/s\","
-        "\"baseline\":{},\"baseline_value\":{},\"ratio\":{}}}\n",
-        name, number(mine), baseline == nullptr ? "null" : "\"" + baseline_name + "\"",
-        number(theirs), number(ratios));
-    std::fflush(stdout);
-    return absl::OkStatus();
+    return Compare({.bench = "shard_bench",
+                    .name = name,
+                    .baseline = baseline_name,
+                    .rounds = options_.rounds},
+                   ours, baseline);
   }
 
   const Options options_;
