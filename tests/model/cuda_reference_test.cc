@@ -9,6 +9,7 @@
 #include "extractor/engine/rank_group.h"
 #include "extractor/model/transformer.h"
 #include "tests/support/gpu.h"
+#include "tests/support/reference_families.h"
 #include "tests/support/safetensors_file.h"
 
 namespace statetap {
@@ -389,14 +390,7 @@ TEST_P(CudaFamilyTest, AgreesOnOneAndTwoRanks) {
           {0.9, ranks, ExpertLayout::kExpert, ranks == 2});
 }
 
-INSTANTIATE_TEST_SUITE_P(Every, CudaFamilyTest,
-                         ::testing::Values("plain", "no-q-lora", "bf16-experts", "flat", "no-yarn",
-                                           "dense-first", "shared-experts", "groups"),
-                         [](const auto& info) {
-                           std::string name = info.param;
-                           std::replace(name.begin(), name.end(), '-', '_');
-                           return name;
-                         });
+INSTANTIATE_TEST_SUITE_P(Every, CudaFamilyTest, testing::ReferenceFamilies(), testing::FamilyName);
 
 }  // namespace
 }  // namespace statetap

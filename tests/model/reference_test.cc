@@ -7,6 +7,7 @@
 #include "extractor/backend/cpu/cpu_backend.h"
 #include "extractor/engine/rank_group.h"
 #include "extractor/model/transformer.h"
+#include "tests/support/reference_families.h"
 #include "tests/support/safetensors_file.h"
 
 namespace statetap {
@@ -209,14 +210,7 @@ TEST_P(FamilyTest, AgreesOnOneAndTwoRanks) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Every, FamilyTest,
-                         ::testing::Values("plain", "no-q-lora", "bf16-experts", "flat", "no-yarn",
-                                           "dense-first", "shared-experts", "groups"),
-                         [](const auto& info) {
-                           std::string name = info.param;
-                           std::replace(name.begin(), name.end(), '-', '_');
-                           return name;
-                         });
+INSTANTIATE_TEST_SUITE_P(Every, FamilyTest, testing::ReferenceFamilies(), testing::FamilyName);
 
 }  // namespace
 }  // namespace statetap
