@@ -7,6 +7,7 @@
 
 #include "extractor/base/file.h"
 #include "extractor/base/log.h"
+#include "extractor/shard/format.h"
 #include "extractor/shard/shard_reader.h"
 #include "server/jobs/job_plan.h"
 #include "server/jobs/sample_assembler.h"
@@ -64,10 +65,10 @@ absl::Status RecoverFolder(JobStore& store, const JobRecord& job, const ShardFol
   std::sort(found.begin(), found.end());
   for (const auto& path : found) {
     std::error_code ignored;
-    if (path.extension() == ".partial") {
+    if (path.extension() == kPartialEnding) {
       LogInfo("{}: removing the unfinished {}", job.id, path.string());
       std::filesystem::remove(path, ignored);
-    } else if (path.extension() == ".h5" && !known.contains(path)) {
+    } else if (path.extension() == kShardEnding && !known.contains(path)) {
       const absl::Status status = Adopt(store, job, path, folders);
       LogInfo("{}: {} {}{}", job.id, path.string(),
               status.ok() ? "was written but not noted: taken over" : "is removed: ",
@@ -85,7 +86,7 @@ absl::Status RemoveShards(JobStore& store, const ShardFolders& folders, const st
     std::error_code error;
     for (const auto& file : std::filesystem::directory_iterator(folder, error)) {
       const auto ending = file.path().extension();
-      if (ending != ".h5" && ending != ".partial") continue;
+      if (ending != kShardEnding && ending != kPartialEnding) continue;
       std::filesystem::remove(file.path(), error);
       if (error) return ErrnoStatus(error.value(), "cannot remove", file.path());
     }
