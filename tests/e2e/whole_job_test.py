@@ -404,6 +404,54 @@ class LifeTest(unittest.TestCase):
         copied = self.server.cli("check", work / "fp8")
         self.assertIn("1 of 1 shards verified", copied.stdout)
 
+    def test_a_pilot_is_a_part_of_the_whole_and_foretells_it(self):
+        ids = {}
+        for count in (4, 10):
+            self.server.cli("submit", self.file, "--sample", count, "--temperature", 0, "--max-new-tokens", 24, "--wait")
+            job = self.server.json("show", f"life.jsonl {count} of 20")
+            self.assertEqual(job["counts"]["submitted"], count)
+            ids[count] = {sample["id"] for sample in self.server.json("samples", job["id"])["samples"]}
+        self.assertLess(ids[4], ids[10])
+        self.assertEqual(sum(int(id[1:]) % 2 for id in ids[10]), 5)  # of each source its share
+        foretold = self.server.json("estimate", self.file, "--from", "life.jsonl 10 of 20", "--temperature", 0, "--max-new-tokens", 24)["estimate"]
+        whole = self.submit("foretold")
+        self.assertEqual(foretold["samples"], 20)
+        tokens = foretold["prompt_tokens"] + foretold["answer_tokens"]
+        self.assertLess(abs(tokens / whole["tokens"] - 1), 0.2)
+        self.assertLess(abs(foretold["bytes"] / whole["bytes"] - 1), 0.2)
+        self.assertGreater(foretold["seconds"], 0)
+
+    def test_states_leave_the_disk_as_readers_acknowledge_them(self):
+        server = Server(work / "retain", "--retain", "until-acked", "--max-shard-bytes", "1GiB")
+        server.cli("submit", self.file, "--name", "kept", "--temperature", 0, "--max-new-tokens", 8, "--wait")
+        before = server.json("show", "kept")
+        server.cli("stream", "kept", "--out", work / "acknowledged")
+        deadline = time.monotonic() + 20
+        while server.json("show", "kept")["counts"]["evicted"] < 20 and time.monotonic() < deadline:
+            time.sleep(0.1)
+        after = server.json("show", "kept")
+        self.assertEqual((after["counts"]["stored"], after["counts"]["evicted"]), (20, 20))
+        self.assertLess(after["bytes"], before["bytes"])
+        self.assertEqual(len(read_shards(work / "acknowledged")), 20)
+        late = server.cli("stream", "kept", "--out", work / "late", expect=1)
+        self.assertIn("20 samples", late.stderr)
+        self.assertIn("evicted", late.stderr)
+        server.cli("stream", "kept", "--out", work / "acknowledged")  # nothing more, and nothing is missing
+        self.assertEqual(server.stop(), 0)
+
+    def test_a_bound_on_shards_says_why_nothing_starts(self):
+        server = Server(work / "bound", "--max-shard-bytes", "1MiB")
+        server.cli("submit", self.file, "--name", "first", "--temperature", 0, "--max-new-tokens", 8, "--wait")  # its shard takes 4 MiB
+        server.cli("submit", self.file, "--name", "second", "--temperature", 0, "--max-new-tokens", 8)
+        time.sleep(1)
+        second = server.json("show", "second")
+        counts = second["counts"]
+        self.assertEqual((counts["to_do"], counts["running"], counts["captured"]), (20, 0, 0))
+        self.assertIn("--max-shard-bytes", second["message"])
+        server.cli("delete", "first", "--yes")
+        server.cli("watch", "second")
+        self.assertEqual(server.stop(), 0)
+
     def test_delete_asks_and_leaves_nothing(self):
         job = self.submit("gone")
         refused = self.server.cli("delete", "gone", expect=2)
