@@ -1,5 +1,5 @@
-// One stream of a job's committed samples: leases them for its group, sends them within the
-// client's credit, notes what is acknowledged. Knows no network: an outlet takes the messages.
+// One stream of committed samples: leases them for its group, sends them within the client's
+// credit, notes what is acknowledged. Knows no network: an outlet takes the messages.
 //
 // Run works on its own thread; Acknowledge, AddCredit and Stop come from others.
 #pragma once
@@ -20,7 +20,9 @@
 
 #include "server/features/consumer_groups.h"
 #include "server/features/sample_messages.h"
+#include "server/features/sample_order.h"
 #include "server/features/shard_cache.h"
+#include "server/features/unread_shards.h"
 
 namespace statetap {
 
@@ -28,8 +30,8 @@ class FeatureStream {
  public:
   static constexpr uint64_t kDefaultCredit = uint64_t{64} << 20;
 
-  // NOT_FOUND for a job that is not there. `acknowledged(job key)` (may be null) hears of
-  // acknowledgements once the store has them.
+  // INVALID_ARGUMENT names the field of `start`, NOT_FOUND a job that is not there.
+  // `acknowledged(job key)` (may be null) hears of acknowledgements once the store has them.
   static absl::StatusOr<std::unique_ptr<FeatureStream>> Open(
       JobStore& store, ShardCache& shards, ConsumerGroups& groups, const v1::StreamStart& start,
       std::function<void(int64_t)> acknowledged = nullptr);
@@ -38,6 +40,8 @@ class FeatureStream {
   // Until everything was sent and acknowledged, the client has gone (CANCELLED), or Stop. Without a
   // committed shard and without `follow`: a header without boundaries and the end. Samples that
   // cannot be read do not hold up the others: the end names their shards, and DATA_LOSS follows.
+  // INVALID_ARGUMENT where the boundaries asked for are not in all jobs, or their hidden sizes
+  // differ.
   absl::Status Run(const FeatureOutlet& outlet);
   // Noted in the store by Run, many at once. OUT_OF_RANGE for a delivery that was not sent.
   absl::Status Acknowledge(uint64_t delivery);
@@ -47,46 +51,55 @@ class FeatureStream {
   void Stop(absl::Status why);
 
  private:
+  // A job of the stream, as far as it is known.
+  struct JobPart {
+    ShardConfig config;  // of its first readable shard
+    bool known = false;
+    bool announced = false;  // its header was sent
+    std::optional<ShardRow> last_shard;
+  };
   FeatureStream(JobStore& store, ShardCache& shards, ConsumerGroups& groups,
-                const v1::StreamStart& start, JobRecord job,
+                const v1::StreamStart& start, SampleOrder order,
                 std::function<void(int64_t)> acknowledged);
+  const JobRecord& Job(size_t job) const { return order_.jobs()[job]; }
   absl::Status SendAll(const FeatureOutlet& outlet);
   enum class Step { kSent, kSkipped, kNothing };
   absl::StatusOr<Step> SendNext(const FeatureOutlet& outlet);
-  absl::StatusOr<ShardRow> ShardOf(const IndexedSample& sample);
-  void NoteDamage(const IndexedSample& sample, const ShardRow& shard, const absl::Status& status);
+  absl::StatusOr<ShardRow> ShardOf(const OrderedSample& sample);
   absl::Status SendEnd(int64_t samples, const FeatureOutlet& outlet);
-  absl::Status Damage() const;  // OK where everything could be read
-  absl::StatusOr<std::optional<IndexedSample>> LeaseNext();
+  absl::Status NotSent() const;  // OK where nothing was left out
+  absl::StatusOr<std::optional<OrderedSample>> LeaseNext();
   absl::Status WaitForCredit(uint64_t bytes);
   absl::Status WaitForMore();
   absl::Status WaitForAcknowledgements();
   absl::Status NoteAcknowledged();
-  absl::Status SendHeader(const FeatureOutlet& outlet);
+  // Reads what the job's shards say of it, once there is one.
+  absl::Status Learn(size_t job);
+  absl::Status Agree(size_t job);  // with the jobs before it
+  absl::Status SendHeader(size_t job, const FeatureOutlet& outlet);
+  absl::Status CheckJobs() const;  // NOT_FOUND names one that was deleted
 
   JobStore& store_;
   ShardCache& shards_;
   ConsumerGroups& groups_;
   const v1::StreamStart start_;
-  const std::string group_;
   const std::function<void(int64_t)> on_acknowledged_;
-  const JobRecord job_;  // as it was at the start
+  SampleOrder order_;
+  std::vector<JobPart> parts_;
+  std::optional<size_t> first_known_;  // the first job that was learned of
   std::vector<int> boundaries_;
-  int hidden_ = 0;
-  bool header_sent_ = false;
-  std::optional<ShardRow> shard_of_last_;
-  std::map<std::string, v1::DamagedShard> damaged_;  // by path
-  std::set<int64_t> damaged_samples_;
-  std::set<int64_t> evicted_samples_;  // not sent either
-  std::deque<IndexedSample> next_;     // read ahead
-  int64_t shard_ = 0, row_ = -1;       // behind the last read
-  uint64_t releases_ = 0;              // of the group when next_ was read
-  uint64_t returns_ = 0;               // of the groups, when reading began at the front
+  v1::StreamDescription description_;  // as things stood at the start
+  UnreadShards unread_;
+  std::set<std::pair<size_t, int64_t>> evicted_samples_;  // not sent either
+  std::deque<OrderedSample> next_;                        // read ahead
+  uint64_t releases_ = 0;                                 // of the groups when the order was read
+  uint64_t returns_ = 0;  // of the groups, when reading began at the front
 
   std::mutex mutex_;
   std::condition_variable changed_;
-  std::map<uint64_t, int64_t> sent_;   // delivery → sample, unacknowledged
-  std::vector<int64_t> acknowledged_;  // not yet in the store
+  std::map<uint64_t, std::pair<size_t, int64_t>>
+      sent_;  // delivery → job and sample, unacknowledged
+  std::map<size_t, std::vector<int64_t>> acknowledged_;  // by job, not yet in the store
   std::chrono::steady_clock::time_point noted_{};
   uint64_t deliveries_ = 0;
   uint64_t limit_, outstanding_ = 0;  // payload bytes

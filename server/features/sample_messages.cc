@@ -72,16 +72,17 @@ v1::StreamHeader HeaderOf(const JobRecord& job, const ShardConfig& config,
   return header;
 }
 
-absl::Status SendSample(const ShardReader& shard, const IndexedSample& sample, uint64_t delivery,
+absl::Status SendSample(const ShardReader& shard, const Delivery& delivery,
                         std::span<const int> boundaries, const FeatureOutlet& outlet) {
-  if (sample.position >= static_cast<int64_t>(shard.samples().size()))
+  if (delivery.position >= static_cast<int64_t>(shard.samples().size()))
     return absl::DataLossError(
-        fmt::format("{} has no sample {}", shard.path().string(), sample.position));
-  const SampleEntry& entry = shard.samples()[static_cast<size_t>(sample.position)];
-  STATETAP_ASSIGN_OR_RETURN(const SampleRecord record, shard.ReadRecord(sample.position));
+        fmt::format("{} has no sample {}", shard.path().string(), delivery.position));
+  const SampleEntry& entry = shard.samples()[static_cast<size_t>(delivery.position)];
+  STATETAP_ASSIGN_OR_RETURN(const SampleRecord record, shard.ReadRecord(delivery.position));
   v1::StreamFeaturesResponse message;
   v1::SampleHeader& header = *message.mutable_sample();
-  header.set_delivery(delivery);
+  header.set_delivery(delivery.delivery);
+  header.set_job_index(static_cast<int32_t>(delivery.job_index));
   header.set_id(record.id);
   header.set_source(record.source);
   header.set_meta_json(record.meta_json);
@@ -112,7 +113,7 @@ absl::Status SendSample(const ShardReader& shard, const IndexedSample& sample, u
       STATETAP_RETURN_IF_ERROR(shard.ReadStates(index, entry.first_row + first, rows));
       v1::StreamFeaturesResponse piece;
       v1::SampleData& data = *piece.mutable_data();
-      data.set_delivery(delivery);
+      data.set_delivery(delivery.delivery);
       data.set_boundary(boundary);
       data.set_first_row(first);
       data.set_states(rows.data(), rows.size() * sizeof(uint16_t));

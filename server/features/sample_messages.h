@@ -22,9 +22,14 @@ absl::Status CheckBoundaries(std::span<const int> wanted);
 absl::StatusOr<std::vector<int>> SelectBoundaries(std::span<const int> wanted,
                                                   std::span<const int> stored);
 
+struct Delivery {
+  int64_t position = 0;  // among the shard's samples
+  size_t job_index = 0;  // of the stream
+  uint64_t delivery = 0;
+};
 // Sends one sample: its header, then its states in pieces of at most 2 MiB. CANCELLED where the
 // client has gone.
-absl::Status SendSample(const ShardReader& shard, const IndexedSample& sample, uint64_t delivery,
+absl::Status SendSample(const ShardReader& shard, const Delivery& delivery,
                         std::span<const int> boundaries, const FeatureOutlet& outlet);
 
 v1::StreamHeader HeaderOf(const JobRecord& job, const ShardConfig& config,

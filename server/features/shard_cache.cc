@@ -54,15 +54,6 @@ void ShardCache::Forget(const ShardRow& shard) {
   open_.remove_if([&](const Entry& entry) { return entry.path == shard.path; });
 }
 
-absl::StatusOr<std::shared_ptr<const ShardReader>> ShardCache::Open(const JobRecord& job,
-                                                                    int64_t seq) {
-  STATETAP_ASSIGN_OR_RETURN(const std::vector<ShardRow> shards, store_.Shards(job.key));
-  for (const ShardRow& shard : shards) {
-    if (shard.seq == seq) return Open(shard);
-  }
-  return absl::NotFoundError(fmt::format("job {} has no shard {}", job.id, seq));
-}
-
 void ShardCache::Forget(const JobRecord& job, const std::vector<ShardRow>& shards) {
   {
     const std::lock_guard lock(mutex_);

@@ -24,7 +24,6 @@ class ShardCache {
 
   // NOT_FOUND or DATA_LOSS names the file.
   absl::StatusOr<std::shared_ptr<const ShardReader>> Open(const ShardRow& shard);
-  absl::StatusOr<std::shared_ptr<const ShardReader>> Open(const JobRecord& job, int64_t seq);
 
   // The same, and the sample matches its checksum; read whole once while the shard stays in the
   // cache. DATA_LOSS names file and sample.

@@ -2,6 +2,7 @@
 
 #include <filesystem>
 
+#include "server/features/sample_fetch.h"
 #include "server/rpc/blocking_bidi.h"
 #include "server/rpc/convert.h"
 
@@ -115,29 +116,32 @@ grpc::Status FeaturesService::CheckShards(grpc::ServerContext* call,
   return grpc::Status::OK;
 }
 
-grpc::Status FeaturesService::GetSample(grpc::ServerContext*, const v1::GetSampleRequest* request,
+grpc::Status FeaturesService::DescribeStream(grpc::ServerContext*, const v1::StreamStart* request,
+                                             v1::StreamDescription* response) {
+  const absl::StatusOr<SampleOrder> order = SampleOrder::Of(context_.store, *request);
+  if (!order.ok()) return ToGrpc(order.status());
+  absl::StatusOr<v1::StreamDescription> description = order->Describe();
+  if (!description.ok()) return ToGrpc(description.status());
+  *response = *std::move(description);
+  return grpc::Status::OK;
+}
+
+grpc::Status FeaturesService::GetSamples(grpc::ServerContext*, const v1::GetSamplesRequest* request,
+                                         grpc::ServerWriter<v1::StreamFeaturesResponse>* writer) {
+  return ToGrpc(SendSamples(context_.store, context_.shards, *request,
+                            [&](const v1::StreamFeaturesResponse& message) {
+                              return !context_.draining && writer->Write(message);
+                            }));
+}
+
+grpc::Status FeaturesService::GetSample(grpc::ServerContext* call,
+                                        const v1::GetSampleRequest* request,
                                         grpc::ServerWriter<v1::StreamFeaturesResponse>* writer) {
-  const auto send = [&]() -> absl::Status {
-    STATETAP_ASSIGN_OR_RETURN(const JobRecord job, context_.store.GetJob(request->job()));
-    STATETAP_ASSIGN_OR_RETURN(const IndexedSample sample,
-                              context_.store.FindStored(job.key, request->id()));
-    STATETAP_ASSIGN_OR_RETURN(const auto reader, context_.shards.Open(job, sample.shard));
-    const std::vector<int> wanted(request->boundaries().begin(), request->boundaries().end());
-    STATETAP_ASSIGN_OR_RETURN(const std::vector<int> boundaries,
-                              SelectBoundaries(wanted, reader->config().boundaries));
-    v1::StreamFeaturesResponse header;
-    *header.mutable_header() = HeaderOf(job, reader->config(), boundaries);
-    header.mutable_header()->set_remaining(1);
-    writer->Write(header);
-    STATETAP_RETURN_IF_ERROR(SendSample(
-        *reader, sample, /*delivery=*/1, boundaries,
-        [&](const v1::StreamFeaturesResponse& response) { return writer->Write(response); }));
-    v1::StreamFeaturesResponse end;
-    end.mutable_end()->set_samples(1);
-    writer->Write(end);
-    return absl::OkStatus();
-  };
-  return ToGrpc(send());
+  v1::GetSamplesRequest one;
+  one.set_job(request->job());
+  one.add_ids(request->id());
+  *one.mutable_boundaries() = request->boundaries();
+  return GetSamples(call, &one, writer);
 }
 
 }  // namespace statetap

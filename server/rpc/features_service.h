@@ -19,12 +19,16 @@ class FeaturesService final
 
   grpc::ServerBidiReactor<v1::StreamFeaturesRequest, v1::StreamFeaturesResponse>* StreamFeatures(
       grpc::CallbackServerContext* call) override;
+  grpc::Status DescribeStream(grpc::ServerContext* call, const v1::StreamStart* request,
+                              v1::StreamDescription* response) override;
   grpc::Status ListShards(grpc::ServerContext* call, const v1::ListShardsRequest* request,
                           v1::ListShardsResponse* response) override;
   grpc::Status GetStatistics(grpc::ServerContext* call, const v1::GetStatisticsRequest* request,
                              v1::Statistics* response) override;
   grpc::Status CheckShards(grpc::ServerContext* call, const v1::ListShardsRequest* request,
                            v1::CheckShardsResponse* response) override;
+  grpc::Status GetSamples(grpc::ServerContext* call, const v1::GetSamplesRequest* request,
+                          grpc::ServerWriter<v1::StreamFeaturesResponse>* writer) override;
   grpc::Status GetSample(grpc::ServerContext* call, const v1::GetSampleRequest* request,
                          grpc::ServerWriter<v1::StreamFeaturesResponse>* writer) override;
 

@@ -117,6 +117,7 @@ struct SampleListing {  // of `samples` and `rejected`
 // A stored sample that a stream sends.
 struct IndexedSample {
   int64_t index = 0, shard = 0, position = 0, row = 0, rows = 0;
+  bool acknowledged = false;  // by the group that asks
 };
 
 class JobStore {
@@ -208,16 +209,18 @@ class JobStore {
   absl::StatusOr<std::vector<SampleListing>> Rejected(int64_t key, int64_t after,
                                                       int64_t limit) const;
   absl::StatusOr<std::vector<ShardRow>> Shards(int64_t key) const;  // in the order written
+  absl::StatusOr<ShardRow> GetShard(int64_t key, int64_t seq) const;
   // Shards with states whose every sample, excluded ones apart, each group that acknowledged
   // anything of the job has acknowledged.
   absl::StatusOr<std::vector<ShardRow>> FullyAcknowledged(int64_t key) const;
   absl::StatusOr<int64_t> ShardBytes() const;  // of all jobs' shards that have states
-  // Stored samples behind (shard, row) in stored order that `group` has not acknowledged and that
-  // are not excluded.
-  absl::StatusOr<std::vector<IndexedSample>> Unacknowledged(int64_t key, std::string_view group,
-                                                            int64_t shard, int64_t row,
-                                                            int64_t limit) const;
-  absl::StatusOr<int64_t> CountUnacknowledged(int64_t key, std::string_view group) const;
+  // Stored samples behind (shard, row) in stored order that are not excluded and that `filter`
+  // holds for, `limit` of them.
+  absl::StatusOr<std::vector<IndexedSample>> InStoredOrder(int64_t key, std::string_view group,
+                                                           int64_t shard, int64_t row,
+                                                           int64_t limit,
+                                                           const SampleFilter& filter = {}) const;
+  absl::StatusOr<bool> IsAcknowledged(int64_t key, std::string_view group, int64_t index) const;
   absl::StatusOr<IndexedSample> FindStored(int64_t key, std::string_view id) const;
   // The most tokens that a sample to do can reach: its own and `new_tokens(max_new of the sample)`.
   // 0 where nothing is to do.

@@ -40,21 +40,44 @@ constexpr std::string_view kSampleColumns =
     "temperature, top_p";
 constexpr int kNumSampleColumns = 12;
 
-SampleRow ReadSample(const SqlRow& row) {
+SampleRow ReadSample(const SqlRow& row, int first = 0) {
   SampleRow sample;
-  sample.index = row.Int(0);
-  sample.id = row.Text(1);
-  sample.digest = row.Text(2);
-  sample.source = row.Text(3);
-  sample.meta_json = row.Text(4);
-  sample.split = row.Text(5);
-  sample.source_line = row.Int(6);
-  sample.prompt_tokens = static_cast<int32_t>(row.Int(7));
-  sample.truncated = row.Int(8) != 0;
-  sample.max_new_tokens = static_cast<int32_t>(row.Int(9));
-  sample.temperature = row.OptionalReal(10);
-  sample.top_p = row.OptionalReal(11);
+  sample.index = row.Int(first);
+  sample.id = row.Text(first + 1);
+  sample.digest = row.Text(first + 2);
+  sample.source = row.Text(first + 3);
+  sample.meta_json = row.Text(first + 4);
+  sample.split = row.Text(first + 5);
+  sample.source_line = row.Int(first + 6);
+  sample.prompt_tokens = static_cast<int32_t>(row.Int(first + 7));
+  sample.truncated = row.Int(first + 8) != 0;
+  sample.max_new_tokens = static_cast<int32_t>(row.Int(first + 9));
+  sample.temperature = row.OptionalReal(first + 10);
+  sample.top_p = row.OptionalReal(first + 11);
   return sample;
+}
+
+// Behind kSampleColumns, of stored samples.
+constexpr std::string_view kStoredColumns =
+    "shard, position, row, rows, finish, mean_logprob, supervised, generated, excluded";
+
+SampleListing ReadListing(const SqlRow& row, int first = 0) {
+  SampleListing listing;
+  listing.sample = ReadSample(row, first);
+  const int k = first + kNumSampleColumns;
+  listing.shard = row.Int(k);
+  StoredSample& stored = listing.stored;
+  stored.index = listing.sample.index;
+  stored.position = row.Int(k + 1);
+  stored.row = row.Int(k + 2);
+  stored.rows = row.Int(k + 3);
+  stored.finish = row.Text(k + 4);
+  stored.truncated = listing.sample.truncated;
+  stored.mean_logprob = row.OptionalReal(k + 5);
+  stored.supervised = row.Int(k + 6);
+  stored.generated = row.Int(k + 7);
+  listing.excluded = row.Int(k + 8) != 0;
+  return listing;
 }
 
 template <typename T>
@@ -144,10 +167,8 @@ absl::StatusOr<std::vector<SampleListing>> JobStore::Stored(int64_t key, int64_t
                                                             const SampleFilter& filter) const {
   std::vector<SampleListing> samples;
   static const std::string sql = fmt::format(
-      "SELECT {}, shard, position, row, rows, finish, mean_logprob, supervised, generated, "
-      "excluded "
-      "FROM samples WHERE job = ? AND state = 1 AND idx > ? ORDER BY idx LIMIT ?",
-      kSampleColumns);
+      "SELECT {}, {} FROM samples WHERE job = ? AND state = 1 AND idx > ? ORDER BY idx LIMIT ?",
+      kSampleColumns, kStoredColumns);
   // A page of the table at a time, until enough of them pass.
   for (int64_t seen = limit; seen == limit && static_cast<int64_t>(samples.size()) < limit;) {
     seen = 0;
@@ -158,21 +179,7 @@ absl::StatusOr<std::vector<SampleListing>> JobStore::Stored(int64_t key, int64_t
           ++seen;
           after = row.Int(0);
           if (static_cast<int64_t>(samples.size()) == limit) return;
-          constexpr int k = kNumSampleColumns;
-          SampleListing listing;
-          listing.sample = ReadSample(row);
-          listing.shard = row.Int(k);
-          StoredSample& stored = listing.stored;
-          stored.index = listing.sample.index;
-          stored.position = row.Int(k + 1);
-          stored.row = row.Int(k + 2);
-          stored.rows = row.Int(k + 3);
-          stored.finish = row.Text(k + 4);
-          stored.truncated = listing.sample.truncated;
-          stored.mean_logprob = row.OptionalReal(k + 5);
-          stored.supervised = row.Int(k + 6);
-          stored.generated = row.Int(k + 7);
-          listing.excluded = row.Int(k + 8) != 0;
+          SampleListing listing = ReadListing(row);
           if (filter.Holds(FactsOf(listing))) samples.push_back(std::move(listing));
         },
         key, after, limit));
@@ -212,6 +219,17 @@ absl::StatusOr<std::vector<ShardRow>> JobStore::Shards(int64_t key) const {
   return shards;
 }
 
+absl::StatusOr<ShardRow> JobStore::GetShard(int64_t key, int64_t seq) const {
+  std::optional<ShardRow> shard;
+  const std::lock_guard lock(read_mutex_);
+  static const std::string sql =
+      fmt::format("SELECT {} FROM shards WHERE job = ? AND seq = ?", kShardColumns);
+  STATETAP_RETURN_IF_ERROR(read_.Query(
+      sql, [&](const SqlRow& row) { shard = ReadShard(row); }, key, seq));
+  if (shard) return *std::move(shard);
+  return absl::NotFoundError(fmt::format("the job has no shard {}", seq));
+}
+
 absl::StatusOr<std::vector<ShardRow>> JobStore::FullyAcknowledged(int64_t key) const {
   std::vector<ShardRow> shards;
   const std::lock_guard lock(read_mutex_);
@@ -246,30 +264,53 @@ absl::StatusOr<std::vector<std::string>> JobStore::Doomed() const {
   return ids;
 }
 
-absl::StatusOr<std::vector<IndexedSample>> JobStore::Unacknowledged(int64_t key,
-                                                                    std::string_view group,
-                                                                    int64_t shard, int64_t row,
-                                                                    int64_t limit) const {
+absl::StatusOr<std::vector<IndexedSample>> JobStore::InStoredOrder(
+    int64_t key, std::string_view group, int64_t shard, int64_t row, int64_t limit,
+    const SampleFilter& filter) const {
   std::vector<IndexedSample> samples;
-  const std::lock_guard lock(read_mutex_);
-  STATETAP_RETURN_IF_ERROR(read_.Query(
-      "SELECT idx, shard, position, row, rows FROM samples s WHERE job = ?1 AND state = 1 "
-      "AND excluded = 0 AND (shard, row) > (?2, ?3) AND NOT EXISTS (SELECT 1 FROM acks WHERE "
-      "acks.job = ?1 "
-      "AND consumer = ?4 AND acks.idx = s.idx) ORDER BY shard, row LIMIT ?5",
-      [&](const SqlRow& found) { samples.push_back(ReadIndexed(found)); }, key, shard, row, group,
-      limit));
+  constexpr int kNumIndexedColumns = 6;
+  // The texts are read only where an expression asks for them.
+  const auto sql_with = [](std::string_view columns) {
+    return fmt::format(
+        "SELECT idx, shard, position, row, rows, EXISTS (SELECT 1 FROM acks WHERE acks.job = ?1 "
+        "AND consumer = ?4 AND acks.idx = s.idx){} FROM samples s WHERE job = ?1 AND state = 1 "
+        "AND excluded = 0 AND (shard, row) > (?2, ?3) ORDER BY shard, row LIMIT ?5",
+        columns);
+  };
+  static const std::string all = sql_with("");
+  static const std::string with_facts =
+      sql_with(fmt::format(", {}, {}", kSampleColumns, kStoredColumns));
+  for (int64_t seen = limit; seen == limit && static_cast<int64_t>(samples.size()) < limit;) {
+    seen = 0;
+    const std::lock_guard lock(read_mutex_);
+    STATETAP_RETURN_IF_ERROR(read_.Query(
+        filter.holds_for_all() ? all : with_facts,
+        [&](const SqlRow& found) {
+          ++seen;
+          if (static_cast<int64_t>(samples.size()) == limit) return;
+          const IndexedSample sample = ReadIndexed(found);
+          shard = sample.shard;
+          row = sample.row;
+          const bool holds = filter.holds_for_all() ||
+                             filter.Holds(FactsOf(ReadListing(found, kNumIndexedColumns)));
+          if (holds) {
+            samples.push_back(sample);
+            samples.back().acknowledged = found.Int(kNumIndexedColumns - 1) != 0;
+          }
+        },
+        key, shard, row, group, limit));
+  }
   return samples;
 }
 
-absl::StatusOr<int64_t> JobStore::CountUnacknowledged(int64_t key, std::string_view group) const {
-  int64_t count = 0;
+absl::StatusOr<bool> JobStore::IsAcknowledged(int64_t key, std::string_view group,
+                                              int64_t index) const {
+  bool acknowledged = false;
   const std::lock_guard lock(read_mutex_);
   STATETAP_RETURN_IF_ERROR(read_.Query(
-      "SELECT COUNT(*) FROM samples s WHERE job = ?1 AND state = 1 AND excluded = 0 AND NOT EXISTS "
-      "(SELECT 1 FROM acks WHERE acks.job = ?1 AND consumer = ?2 AND acks.idx = s.idx)",
-      [&](const SqlRow& row) { count = row.Int(0); }, key, group));
-  return count;
+      "SELECT 1 FROM acks WHERE job = ? AND consumer = ? AND idx = ?",
+      [&](const SqlRow&) { acknowledged = true; }, key, group, index));
+  return acknowledged;
 }
 
 absl::StatusOr<IndexedSample> JobStore::FindStored(int64_t key, std::string_view id) const {
