@@ -61,7 +61,7 @@ class Writer : public ShardWriter {
     std::vector<uint16_t> decoded;
     double squared_error = 0;
   };
-  std::vector<Encoded> Encode(std::span<const std::span<const uint16_t>> states);
+  void Encode(std::span<const std::span<const uint16_t>> states);
   absl::Status Reserve(BulkDataset* dataset, int64_t rows);
   void Run(std::span<const std::function<void()>> tasks, int64_t bytes);
   absl::Status FinishHdf5();
@@ -82,6 +82,7 @@ class Writer : public ShardWriter {
   std::vector<BulkDataset> bulk_;  // as BulkDatasetsOf
   std::vector<SampleEntry> samples_;
   std::vector<BoundaryStatistics> statistics_;
+  std::vector<Encoded> encoded_;  // of the sample at hand, by boundary; kept for its memory
   WorkerPool threads_{2};
   int64_t rows_ = 0;
   absl::Status failed_;
@@ -123,12 +124,14 @@ absl::Status Writer::Append(const SampleRecord& sample,
 }
 
 // To fp8, a boundary on each thread.
-std::vector<Writer::Encoded> Writer::Encode(std::span<const std::span<const uint16_t>> states) {
-  std::vector<Encoded> encoded(states.size());
+void Writer::Encode(std::span<const std::span<const uint16_t>> states) {
+  encoded_.resize(states.size());
   const auto hidden = static_cast<size_t>(config_.hidden);
   const auto encode = [&](int64_t begin, int64_t end, int) {
     for (auto i = static_cast<size_t>(begin); i < static_cast<size_t>(end); ++i) {
-      Encoded& to = encoded[i];
+      Encoded& to = encoded_[i];
+      to.scales.clear();
+      to.squared_error = 0;
       to.codes.resize(states[i].size());
       to.decoded.resize(states[i].size());
       for (size_t at = 0; at < states[i].size(); at += hidden) {
@@ -141,7 +144,6 @@ std::vector<Writer::Encoded> Writer::Encode(std::span<const std::span<const uint
     }
   };
   threads_.ParallelFor(static_cast<int64_t>(states.size()), encode);
-  return encoded;
 }
 
 // HDF5 is asked for space first, by this thread alone. What remains is independent: one write a
@@ -155,12 +157,11 @@ absl::Status Writer::Store(const SampleRecord& sample,
   };
   std::vector<std::span<const std::byte>> rows;  // as bulk_
   std::vector<std::span<const uint16_t>> readers_will_see(states.begin(), states.end());
-  std::vector<Encoded> encoded;
   if (config_.dtype == StatesDtype::kFp8) {
-    encoded = Encode(states);
-    for (size_t i = 0; i < encoded.size(); ++i) {
-      rows.push_back(std::as_bytes(std::span(encoded[i].codes)));
-      readers_will_see[i] = encoded[i].decoded;
+    Encode(states);
+    for (size_t i = 0; i < encoded_.size(); ++i) {
+      rows.push_back(std::as_bytes(std::span(encoded_[i].codes)));
+      readers_will_see[i] = encoded_[i].decoded;
     }
   } else {
     for (const auto& of_boundary : states) rows.push_back(std::as_bytes(of_boundary));
@@ -169,7 +170,7 @@ absl::Status Writer::Store(const SampleRecord& sample,
   rows.push_back(std::as_bytes(std::span(sample.loss_mask)));
   rows.push_back(filled(sample.logprobs));
   rows.push_back(filled(sample.entropies));
-  for (const Encoded& of_boundary : encoded)
+  for (const Encoded& of_boundary : encoded_)
     rows.push_back(std::as_bytes(std::span(of_boundary.scales)));
 
   std::vector<absl::Status> statuses(rows.size());
@@ -186,8 +187,8 @@ absl::Status Writer::Store(const SampleRecord& sample,
   tasks.emplace_back([&] { *checksum = SampleChecksum(sample, readers_will_see); });
   Run(tasks, tokens * 2 * config_.hidden * static_cast<int64_t>(states.size()));
   for (const absl::Status& status : statuses) STATETAP_RETURN_IF_ERROR(status);
-  for (size_t i = 0; i < encoded.size(); ++i)
-    statistics_[i].squared_error += encoded[i].squared_error;
+  for (size_t i = 0; i < encoded_.size(); ++i)
+    statistics_[i].squared_error += encoded_[i].squared_error;
   return absl::OkStatus();
 }
 
