@@ -1,6 +1,7 @@
 #include "extractor/shard/bulk.h"
 
 #include <algorithm>
+#include <functional>
 #include <numeric>
 
 #include "extractor/shard/format.h"
@@ -29,6 +30,25 @@ Piece PieceFrom(const BulkDataset& dataset, int64_t row, int64_t rows) {
   return {.offset = offset, .bytes = std::min(run, rows) * row_bytes};
 }
 
+absl::Status ForEachPiece(const BulkDataset& dataset, int64_t first_row, int64_t rows,
+                          const std::function<absl::Status(const Piece&)>& visit) {
+  while (rows > 0) {
+    const Piece piece = PieceFrom(dataset, first_row, rows);
+    STATETAP_RETURN_IF_ERROR(visit(piece));
+    first_row += piece.bytes / dataset.shape.row_bytes();
+    rows -= piece.bytes / dataset.shape.row_bytes();
+  }
+  return absl::OkStatus();
+}
+
+absl::Status CheckRows(const BulkDataset& dataset, int64_t first_row, int64_t rows) {
+  if (first_row >= 0 && rows >= 0 && rows <= dataset.shape.rows &&
+      first_row <= dataset.shape.rows - rows)
+    return absl::OkStatus();
+  return absl::OutOfRangeError(fmt::format("{}: {} rows from row {} asked for; it has {} rows",
+                                           dataset.path, rows, first_row, dataset.shape.rows));
+}
+
 int64_t AlignedRowsUnit(int64_t row_bytes) {
   return kChunkAlignment / std::gcd(kChunkAlignment, row_bytes);
 }
@@ -47,38 +67,49 @@ int64_t AlignedRows(int64_t row_bytes, int64_t rows) {
 
 absl::Status WriteRows(const File& file, const BulkDataset& dataset, int64_t first_row,
                        std::span<const std::byte> from) {
-  const int64_t row_bytes = dataset.shape.row_bytes();
-  while (!from.empty()) {
-    const Piece piece =
-        PieceFrom(dataset, first_row, static_cast<int64_t>(from.size()) / row_bytes);
+  const int64_t rows = static_cast<int64_t>(from.size()) / dataset.shape.row_bytes();
+  return ForEachPiece(dataset, first_row, rows, [&](const Piece& piece) -> absl::Status {
     const auto bytes = static_cast<size_t>(piece.bytes);
     STATETAP_RETURN_IF_ERROR(file.WriteAt(piece.offset, from.first(bytes)));
     // The disk works while the next rows are digested and copied.
     if (piece.bytes >= kWritebackBytes) file.StartWriteback(piece.offset, piece.bytes);
     from = from.subspan(bytes);
-    first_row += piece.bytes / row_bytes;
-  }
-  return absl::OkStatus();
+    return absl::OkStatus();
+  });
 }
 
 absl::Status ReadRows(const File& file, const BulkDataset& dataset, int64_t first_row,
                       std::span<std::byte> to) {
   const int64_t row_bytes = dataset.shape.row_bytes();
   const int64_t rows = static_cast<int64_t>(to.size()) / row_bytes;
-  if (first_row < 0 || rows > dataset.shape.rows || first_row > dataset.shape.rows - rows ||
-      rows * row_bytes != static_cast<int64_t>(to.size())) {
+  if (rows * row_bytes != static_cast<int64_t>(to.size())) {
     return absl::OutOfRangeError(
-        fmt::format("{}: {} rows from row {} asked for ({} bytes of {} a row); it has {} rows",
-                    dataset.path, rows, first_row, to.size(), row_bytes, dataset.shape.rows));
+        fmt::format("{}: {} bytes asked for, a row has {}", dataset.path, to.size(), row_bytes));
   }
-  while (!to.empty()) {
-    const Piece piece = PieceFrom(dataset, first_row, static_cast<int64_t>(to.size()) / row_bytes);
+  STATETAP_RETURN_IF_ERROR(CheckRows(dataset, first_row, rows));
+  return ForEachPiece(dataset, first_row, rows, [&](const Piece& piece) -> absl::Status {
     const auto bytes = static_cast<size_t>(piece.bytes);
     STATETAP_RETURN_IF_ERROR(file.ReadAt(piece.offset, to.first(bytes)));
     to = to.subspan(bytes);
-    first_row += piece.bytes / row_bytes;
-  }
-  return absl::OkStatus();
+    return absl::OkStatus();
+  });
+}
+
+absl::StatusOr<std::vector<std::span<const std::byte>>> ViewRows(std::span<const std::byte> file,
+                                                                 const BulkDataset& dataset,
+                                                                 int64_t first_row, int64_t rows) {
+  STATETAP_RETURN_IF_ERROR(CheckRows(dataset, first_row, rows));
+  std::vector<std::span<const std::byte>> parts;
+  const auto add = [&](const Piece& piece) -> absl::Status {
+    const auto offset = static_cast<size_t>(piece.offset), bytes = static_cast<size_t>(piece.bytes);
+    if (offset > file.size() || bytes > file.size() - offset)
+      return absl::DataLossError(fmt::format("{}: the file ends at byte {} of {}", dataset.path,
+                                             file.size(), piece.offset + piece.bytes));
+    parts.push_back(file.subspan(offset, bytes));
+    return absl::OkStatus();
+  };
+  STATETAP_RETURN_IF_ERROR(ForEachPiece(dataset, first_row, rows, add));
+  return parts;
 }
 
 }  // namespace statetap

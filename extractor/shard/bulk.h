@@ -30,5 +30,10 @@ absl::Status WriteRows(const File& file, const BulkDataset& dataset, int64_t fir
 // OUT_OF_RANGE for rows beyond shape.rows.
 absl::Status ReadRows(const File& file, const BulkDataset& dataset, int64_t first_row,
                       std::span<std::byte> to);
+// The rows as they lie in `file`, the bytes of the whole file, part after part. DATA_LOSS where the
+// file ends before them.
+absl::StatusOr<std::vector<std::span<const std::byte>>> ViewRows(std::span<const std::byte> file,
+                                                                 const BulkDataset& dataset,
+                                                                 int64_t first_row, int64_t rows);
 
 }  // namespace statetap

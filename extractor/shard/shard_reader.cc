@@ -2,10 +2,12 @@
 
 #include <algorithm>
 #include <limits>
+#include <mutex>
 #include <utility>
 
 #include "extractor/base/digest.h"
 #include "extractor/base/file.h"
+#include "extractor/base/mapped_file.h"
 #include "extractor/shard/footer.h"
 #include "extractor/shard/format.h"
 #include "extractor/shard/fp8.h"
@@ -31,12 +33,17 @@ class Reader : public ShardReader {
   absl::StatusOr<SampleRecord> ReadRecord(int64_t sample) const override;
   absl::Status ReadStates(int boundary_index, int64_t first_row,
                           std::span<uint16_t> to) const override;
+  absl::StatusOr<StatesView> ViewStates(int boundary_index, int64_t first_row,
+                                        int64_t rows) const override;
+  absl::Status CheckViews() const override;
   absl::StatusOr<std::vector<BoundaryStatistics>> ReadStatistics() const override;
   absl::StatusOr<std::vector<int64_t>> Verify() const override;
   absl::StatusOr<bool> VerifySample(int64_t sample) const override;
 
  private:
   absl::Status CheckDatasets(const Hdf5File& hdf5) const;
+  absl::Status CheckBoundary(int boundary_index) const;
+  absl::StatusOr<std::shared_ptr<const MappedFile>> Mapping() const;  // made when first asked for
   absl::StatusOr<const SampleEntry*> EntryOf(int64_t sample) const;
   // Datasets behind those of the states: 0 ids, 1 mask, 2 logprobs, 3 entropies.
   template <typename T>
@@ -49,6 +56,8 @@ class Reader : public ShardReader {
   ShardFooter footer_;
   ShardConfig config_;
   std::vector<SampleEntry> samples_;
+  mutable std::mutex mapping_mutex_;
+  mutable std::shared_ptr<const MappedFile> mapping_;
 };
 
 absl::Status Reader::Load() {
@@ -126,19 +135,55 @@ absl::StatusOr<SampleRecord> Reader::ReadRecord(int64_t sample) const {
   return record;
 }
 
-absl::Status Reader::ReadStates(int boundary_index, int64_t first_row,
-                                std::span<uint16_t> to) const {
+absl::Status Reader::CheckBoundary(int boundary_index) const {
   if (boundary_index < 0 || boundary_index >= static_cast<int>(config_.boundaries.size())) {
     return absl::OutOfRangeError(fmt::format("{} has {} boundaries; index {} was asked for",
                                              file_.path().string(), config_.boundaries.size(),
                                              boundary_index));
   }
-  const auto index = static_cast<size_t>(boundary_index);
   if (config_.dtype == StatesDtype::kNone) {
     return absl::FailedPreconditionError(
         fmt::format("{}: the states were evicted; capture them again with `statetap submit --from`",
                     file_.path().string()));
   }
+  return absl::OkStatus();
+}
+
+absl::StatusOr<std::shared_ptr<const MappedFile>> Reader::Mapping() const {
+  const std::lock_guard lock(mapping_mutex_);
+  if (mapping_ == nullptr) {
+    STATETAP_ASSIGN_OR_RETURN(mapping_, MappedFile::Map(file_));
+  }
+  return mapping_;
+}
+
+absl::StatusOr<StatesView> Reader::ViewStates(int boundary_index, int64_t first_row,
+                                              int64_t rows) const {
+  STATETAP_RETURN_IF_ERROR(CheckBoundary(boundary_index));
+  if (config_.dtype == StatesDtype::kBf16) {
+    STATETAP_ASSIGN_OR_RETURN(auto mapping, Mapping());
+    auto parts = ViewRows(mapping->bytes(), footer_.datasets[static_cast<size_t>(boundary_index)],
+                          first_row, rows);
+    if (!parts.ok()) return Named(parts.status());
+    return StatesView{*std::move(parts), std::move(mapping)};
+  }
+  const auto decoded =
+      std::make_shared<std::vector<uint16_t>>(static_cast<size_t>(rows * config_.hidden));
+  STATETAP_RETURN_IF_ERROR(ReadStates(boundary_index, first_row, *decoded));
+  return StatesView{{std::as_bytes(std::span(*decoded))}, decoded};
+}
+
+absl::Status Reader::CheckViews() const {
+  const std::lock_guard lock(mapping_mutex_);
+  if (mapping_ == nullptr || !mapping_->damaged()) return absl::OkStatus();
+  return absl::DataLossError(fmt::format(
+      "{} was cut or cannot be read any more, while it was being sent", file_.path().string()));
+}
+
+absl::Status Reader::ReadStates(int boundary_index, int64_t first_row,
+                                std::span<uint16_t> to) const {
+  STATETAP_RETURN_IF_ERROR(CheckBoundary(boundary_index));
+  const auto index = static_cast<size_t>(boundary_index);
   if (config_.dtype == StatesDtype::kBf16)
     return Named(ReadRows(file_, footer_.datasets[index], first_row, std::as_writable_bytes(to)));
   const auto hidden = static_cast<size_t>(config_.hidden);
@@ -173,7 +218,8 @@ absl::StatusOr<std::vector<BoundaryStatistics>> Reader::ReadStatistics() const {
   return statistics;
 }
 
-// In pieces, so that a sample of many gigabytes needs 4 MiB.
+// In pieces, so that decoding a sample of many gigabytes needs 4 MiB. Over the mapping: what is
+// sent next is in memory then. What cannot be read there reads as zeros and does not match.
 absl::StatusOr<bool> Reader::VerifySample(int64_t sample) const {
   STATETAP_ASSIGN_OR_RETURN(const SampleEntry* entry, EntryOf(sample));
   STATETAP_ASSIGN_OR_RETURN(const SampleRecord record, ReadRecord(sample));
@@ -183,14 +229,12 @@ absl::StatusOr<bool> Reader::VerifySample(int64_t sample) const {
   digest.Update(std::as_bytes(std::span(record.logprobs)));
   digest.Update(std::as_bytes(std::span(record.entropies)));
   const int64_t piece_rows = std::max<int64_t>(1, kVerifyBytes / (2 * config_.hidden));
-  const auto width = static_cast<size_t>(config_.hidden);
-  std::vector<uint16_t> buffer(static_cast<size_t>(std::min(piece_rows, entry->rows)) * width);
   for (int boundary = 0; boundary < static_cast<int>(NumStatesDatasets(config_)); ++boundary) {
     for (int64_t row = 0; row < entry->rows; row += piece_rows) {
-      const auto rows = static_cast<size_t>(std::min(piece_rows, entry->rows - row));
-      const auto piece = std::span(buffer).first(rows * width);
-      STATETAP_RETURN_IF_ERROR(ReadStates(boundary, entry->first_row + row, piece));
-      digest.Update(std::as_bytes(piece));
+      const int64_t rows = std::min(piece_rows, entry->rows - row);
+      STATETAP_ASSIGN_OR_RETURN(const StatesView view,
+                                ViewStates(boundary, entry->first_row + row, rows));
+      for (const auto& part : view.parts) digest.Update(part);
     }
   }
   return digest.Digest() == entry->checksum;

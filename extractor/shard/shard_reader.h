@@ -25,6 +25,18 @@ struct SampleEntry {
   uint64_t checksum = 0;
 };
 
+// States of some rows as they lie in memory, part after part: bf16, little endian. `owner` keeps
+// them there, beyond the reader's end too.
+struct StatesView {
+  std::vector<std::span<const std::byte>> parts;
+  std::shared_ptr<const void> owner;
+  size_t bytes() const {
+    size_t sum = 0;
+    for (const auto& part : parts) sum += part.size();
+    return sum;
+  }
+};
+
 class ShardReader {
  public:
   // DATA_LOSS for a file that was cut, damaged or is no shard; FAILED_PRECONDITION for a later
@@ -46,6 +58,12 @@ class ShardReader {
   // config().boundaries[boundary_index], straight from the file. Thread safe.
   virtual absl::Status ReadStates(int boundary_index, int64_t first_row,
                                   std::span<uint16_t> to) const = 0;
+  // The same rows without copying them, of the file's mapping where they are kept as bf16. What is
+  // lost under the mapping reads as zeros: CheckViews tells afterwards. Thread safe.
+  virtual absl::StatusOr<StatesView> ViewStates(int boundary_index, int64_t first_row,
+                                                int64_t rows) const = 0;
+  // DATA_LOSS where something of a view that was used could not be read.
+  virtual absl::Status CheckViews() const = 0;
   virtual absl::StatusOr<std::vector<BoundaryStatistics>> ReadStatistics() const = 0;
   // Re-reads everything: indices of samples whose checksum is wrong.
   virtual absl::StatusOr<std::vector<int64_t>> Verify() const = 0;

@@ -84,7 +84,7 @@ absl::Status FeatureStream::SendEnd(int64_t samples, const FeatureOutlet& outlet
   v1::StreamFeaturesResponse end;
   end.mutable_end()->set_samples(samples);
   unread_.AddTo(*end.mutable_end());
-  return outlet(end) ? absl::OkStatus() : Gone();
+  return outlet(end, {}) ? absl::OkStatus() : Gone();
 }
 
 absl::Status FeatureStream::NotSent() const {
@@ -176,7 +176,7 @@ absl::Status FeatureStream::SendHeader(size_t job, const FeatureOutlet& outlet) 
   header.set_samples(description_.samples());
   header.set_remaining(description_.samples() - description_.acknowledged());
   header.set_left_out(description_.left_out());
-  return outlet(message) ? absl::OkStatus() : Gone();
+  return outlet(message, {}) ? absl::OkStatus() : Gone();
 }
 
 absl::StatusOr<std::optional<OrderedSample>> FeatureStream::LeaseNext() {

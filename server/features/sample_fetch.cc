@@ -90,7 +90,7 @@ absl::Status SendSamples(const JobStore& store, ShardCache& shards,
       *header.mutable_header() = HeaderOf(job, (*reader)->config(), boundaries);
       header.mutable_header()->set_remaining(static_cast<int64_t>(places.size()));
       header.mutable_header()->set_samples(static_cast<int64_t>(places.size()));
-      if (!outlet(header)) return absl::CancelledError("the client has gone");
+      if (!outlet(header, {})) return absl::CancelledError("the client has gone");
     }
     STATETAP_RETURN_IF_ERROR(
         SendSample(**reader, {.position = position, .delivery = i + 1}, boundaries, outlet));
@@ -98,7 +98,7 @@ absl::Status SendSamples(const JobStore& store, ShardCache& shards,
   v1::StreamFeaturesResponse end;
   end.mutable_end()->set_samples(sent);
   unread.AddTo(*end.mutable_end());
-  if (!outlet(end)) return absl::CancelledError("the client has gone");
+  if (!outlet(end, {})) return absl::CancelledError("the client has gone");
   return unread.AsStatus();
 }
 

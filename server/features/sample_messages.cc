@@ -96,11 +96,10 @@ absl::Status SendSample(const ShardReader& shard, const Delivery& delivery,
   header.set_truncated(record.truncated);
   header.set_source_index(record.source_index);
   header.set_checksum(entry.checksum);
-  if (!outlet(message)) return Gone();
+  if (!outlet(message, {})) return Gone();
 
   const ShardConfig& config = shard.config();
   const int64_t piece_rows = std::max<int64_t>(1, kPieceBytes / (2 * int64_t{config.hidden}));
-  std::vector<uint16_t> rows;
   for (const int boundary : boundaries) {
     const auto place = std::find(config.boundaries.begin(), config.boundaries.end(), boundary);
     if (place == config.boundaries.end())
@@ -109,18 +108,17 @@ absl::Status SendSample(const ShardReader& shard, const Delivery& delivery,
     const int index = static_cast<int>(place - config.boundaries.begin());
     for (int64_t first = 0; first < entry.rows; first += piece_rows) {
       const int64_t count = std::min(piece_rows, entry.rows - first);
-      rows.resize(static_cast<size_t>(count * config.hidden));
-      STATETAP_RETURN_IF_ERROR(shard.ReadStates(index, entry.first_row + first, rows));
+      STATETAP_ASSIGN_OR_RETURN(const StatesView states,
+                                shard.ViewStates(index, entry.first_row + first, count));
       v1::StreamFeaturesResponse piece;
       v1::SampleData& data = *piece.mutable_data();
       data.set_delivery(delivery.delivery);
       data.set_boundary(boundary);
       data.set_first_row(first);
-      data.set_states(rows.data(), rows.size() * sizeof(uint16_t));
-      if (!outlet(piece)) return Gone();
+      if (!outlet(piece, states)) return Gone();
     }
   }
-  return absl::OkStatus();
+  return shard.CheckViews();
 }
 
 }  // namespace statetap

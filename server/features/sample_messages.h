@@ -12,8 +12,9 @@
 
 namespace statetap {
 
+// Takes a message; its data's states, where it has some, beside it, to be sent without a copy.
 // Blocks while the network is full. False: the client has gone.
-using FeatureOutlet = std::function<bool(const v1::StreamFeaturesResponse&)>;
+using FeatureOutlet = std::function<bool(const v1::StreamFeaturesResponse&, const StatesView&)>;
 
 // INVALID_ARGUMENT where they are not ascending, each once, none negative, nor −1 alone.
 absl::Status CheckBoundaries(std::span<const int> wanted);
@@ -28,7 +29,7 @@ struct Delivery {
   uint64_t delivery = 0;
 };
 // Sends one sample: its header, then its states in pieces of at most 2 MiB. CANCELLED where the
-// client has gone.
+// client has gone, DATA_LOSS where the file was lost meanwhile.
 absl::Status SendSample(const ShardReader& shard, const Delivery& delivery,
                         std::span<const int> boundaries, const FeatureOutlet& outlet);
 

@@ -5,13 +5,25 @@
 #include "server/features/sample_fetch.h"
 #include "server/rpc/blocking_bidi.h"
 #include "server/rpc/convert.h"
+#include "server/rpc/feature_wire.h"
 
 namespace statetap {
 namespace {
 
-using Bidi = BlockingBidi<v1::StreamFeaturesRequest, v1::StreamFeaturesResponse>;
+using Bidi = BlockingBidi<grpc::ByteBuffer, grpc::ByteBuffer>;
 
-void Take(FeatureStream& stream, const v1::StreamFeaturesRequest& request) {
+absl::StatusOr<v1::StreamFeaturesRequest> Parse(grpc::ByteBuffer& bytes) {
+  v1::StreamFeaturesRequest request;
+  const grpc::Status parsed =
+      grpc::SerializationTraits<v1::StreamFeaturesRequest>::Deserialize(&bytes, &request);
+  if (parsed.ok()) return request;
+  return absl::InternalError("a request of the stream cannot be read as StreamFeaturesRequest");
+}
+
+void Take(FeatureStream& stream, grpc::ByteBuffer bytes) {
+  const absl::StatusOr<v1::StreamFeaturesRequest> parsed = Parse(bytes);
+  if (!parsed.ok()) return stream.Stop(parsed.status());
+  const v1::StreamFeaturesRequest& request = *parsed;
   absl::Status status;
   if (request.has_ack()) {
     status = stream.Acknowledge(request.ack().delivery());
@@ -60,24 +72,30 @@ void FeaturesService::StopStreams() {
   }
 }
 
-grpc::ServerBidiReactor<v1::StreamFeaturesRequest, v1::StreamFeaturesResponse>*
-FeaturesService::StreamFeatures(grpc::CallbackServerContext*) {
+grpc::ServerBidiReactor<grpc::ByteBuffer, grpc::ByteBuffer>* FeaturesService::StreamFeatures(
+    grpc::CallbackServerContext*) {
   return Bidi::Start([this](Bidi& bidi) {
-    v1::StreamFeaturesRequest request;
-    if (!bidi.Read(&request) || !request.has_start())
+    grpc::ByteBuffer first;
+    if (!bidi.Read(&first))
+      return ToGrpc(absl::InvalidArgumentError("start: the first message must have it"));
+    const absl::StatusOr<v1::StreamFeaturesRequest> request = Parse(first);
+    if (!request.ok()) return ToGrpc(request.status());
+    if (!request->has_start())
       return ToGrpc(absl::InvalidArgumentError("start: the first message must have it"));
     auto opened =
-        FeatureStream::Open(context_.store, context_.shards, context_.groups, request.start(),
+        FeatureStream::Open(context_.store, context_.shards, context_.groups, request->start(),
                             [this](int64_t job) { context_.runner.Acknowledged(job); });
     if (!opened.ok()) return ToGrpc(opened.status());
     const std::shared_ptr<FeatureStream> stream = *std::move(opened);
     Register(stream);
     if (context_.draining) return ToGrpc(Draining());
-    bidi.Listen({[stream](const v1::StreamFeaturesRequest& next) { Take(*stream, next); },
+    bidi.Listen({[stream](const grpc::ByteBuffer& next) { Take(*stream, next); },
                  [stream] { stream->Close(); },
                  [stream] { stream->Stop(absl::CancelledError("the client has gone")); }});
-    return ToGrpc(stream->Run(
-        [&](const v1::StreamFeaturesResponse& response) { return bidi.Write(response); }));
+    return ToGrpc(
+        stream->Run([&](const v1::StreamFeaturesResponse& response, const StatesView& states) {
+          return bidi.Write(ToWire(response, states));
+        }));
   });
 }
 
@@ -129,7 +147,10 @@ grpc::Status FeaturesService::DescribeStream(grpc::ServerContext*, const v1::Str
 grpc::Status FeaturesService::GetSamples(grpc::ServerContext*, const v1::GetSamplesRequest* request,
                                          grpc::ServerWriter<v1::StreamFeaturesResponse>* writer) {
   return ToGrpc(SendSamples(context_.store, context_.shards, *request,
-                            [&](const v1::StreamFeaturesResponse& message) {
+                            [&](v1::StreamFeaturesResponse message, const StatesView& states) {
+                              for (const auto& part : states.parts)
+                                message.mutable_data()->mutable_states()->append(
+                                    reinterpret_cast<const char*>(part.data()), part.size());
                               return !context_.draining && writer->Write(message);
                             }));
 }

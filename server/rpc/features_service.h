@@ -1,5 +1,6 @@
 // statetap.v1.Features: decode, call, encode. The stream is asynchronous underneath
-// (blocking_bidi.h says why), the rest are plain calls.
+// (blocking_bidi.h says why) and its messages go out raw (feature_wire.h), the rest are plain
+// calls.
 #pragma once
 
 #include <memory>
@@ -13,11 +14,11 @@
 namespace statetap {
 
 class FeaturesService final
-    : public v1::Features::WithCallbackMethod_StreamFeatures<v1::Features::Service> {
+    : public v1::Features::WithRawCallbackMethod_StreamFeatures<v1::Features::Service> {
  public:
   explicit FeaturesService(const ServiceContext& context) : context_(context) {}
 
-  grpc::ServerBidiReactor<v1::StreamFeaturesRequest, v1::StreamFeaturesResponse>* StreamFeatures(
+  grpc::ServerBidiReactor<grpc::ByteBuffer, grpc::ByteBuffer>* StreamFeatures(
       grpc::CallbackServerContext* call) override;
   grpc::Status DescribeStream(grpc::ServerContext* call, const v1::StreamStart* request,
                               v1::StreamDescription* response) override;

@@ -8,6 +8,7 @@
 #include "extractor/base/dtype.h"
 #include "extractor/base/file.h"
 #include "extractor/base/json.h"
+#include "extractor/base/mapped_file.h"
 #include "extractor/base/text.h"
 #include "extractor/base/worker_pool.h"
 #include "tests/support/status_matchers.h"
@@ -200,6 +201,23 @@ TEST(FileTest, PagesAreReadAroundTheCacheOrThroughIt) {
     EXPECT_EQ(file.ReadPages(4 * 4096, 4 * 4096 + 1, pages).code(), absl::StatusCode::kOutOfRange);
     std::free(pages);
   }
+}
+
+TEST(MappedFileTest, WhatIsCutUnderItReadsAsZerosAndIsToldOf) {
+  const testing::TempDir dir;
+  ASSERT_OK(WriteFileAtomically(dir / "file", std::string(3 * 4096, 'x')));
+  ASSERT_OK_AND_ASSIGN(const File file, File::OpenForRead(dir / "file"));
+  ASSERT_OK_AND_ASSIGN(const auto mapped, MappedFile::Map(file));
+  ASSERT_EQ(mapped->bytes().size(), 3u * 4096);
+  EXPECT_EQ(mapped->bytes()[2 * 4096], std::byte{'x'});
+  EXPECT_FALSE(mapped->damaged());
+  std::filesystem::resize_file(dir / "file", 4096);
+  EXPECT_EQ(mapped->bytes()[2 * 4096 + 17], std::byte{0});
+  EXPECT_EQ(mapped->bytes()[17], std::byte{'x'});
+  EXPECT_TRUE(mapped->damaged());
+  ASSERT_OK_AND_ASSIGN(const auto again, MappedFile::Map(file));
+  EXPECT_EQ(again->bytes().size(), 4096u);
+  EXPECT_FALSE(again->damaged());
 }
 
 }  // namespace

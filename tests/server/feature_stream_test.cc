@@ -52,7 +52,7 @@ class FeatureStreamTest : public ::testing::Test {
     return start;
   }
   FeatureOutlet Into(Received& received) {
-    return [&](const v1::StreamFeaturesResponse& message) {
+    return [&](const v1::StreamFeaturesResponse& message, const StatesView& states) {
       const std::lock_guard lock(received.mutex);
       if (message.has_header()) received.header = message.header();
       if (message.has_sample()) {
@@ -60,8 +60,10 @@ class FeatureStreamTest : public ::testing::Test {
         received.deliveries = message.sample().delivery();
       }
       if (message.has_data()) {
-        EXPECT_LE(message.data().states().size(), size_t{2} << 20);
-        received.states[received.ids.back()][message.data().boundary()] += message.data().states();
+        EXPECT_LE(states.bytes(), size_t{2} << 20);
+        std::string& to = received.states[received.ids.back()][message.data().boundary()];
+        for (const auto& part : states.parts)
+          to.append(reinterpret_cast<const char*>(part.data()), part.size());
       }
       if (message.has_end()) received.end = message.end().samples();
       return true;
@@ -72,16 +74,17 @@ class FeatureStreamTest : public ::testing::Test {
     Received received;
     const auto stream = Open(Start(group));
     const FeatureOutlet outlet = Into(received);
-    const absl::Status status = stream->Run([&](const v1::StreamFeaturesResponse& message) {
-      outlet(message);
-      if (message.has_end()) {
-        if (acknowledge > 0) {
-          EXPECT_OK(stream->Acknowledge(acknowledge));
-        }
-        stream->Close();
-      }
-      return true;
-    });
+    const absl::Status status =
+        stream->Run([&](const v1::StreamFeaturesResponse& message, const StatesView& states) {
+          outlet(message, states);
+          if (message.has_end()) {
+            if (acknowledge > 0) {
+              EXPECT_OK(stream->Acknowledge(acknowledge));
+            }
+            stream->Close();
+          }
+          return true;
+        });
     EXPECT_OK(status);
     EXPECT_EQ(received.end, static_cast<int64_t>(received.ids.size()));
     return received.ids;
@@ -296,17 +299,18 @@ TEST_F(FeatureStreamTest, WhatCannotBeReadIsNamedAndTheOthersAreSent) {
     const auto stream = Open(start);
     v1::StreamEnd end;
     const FeatureOutlet outlet = Into(received);
-    const absl::Status status = stream->Run([&](const v1::StreamFeaturesResponse& message) {
-      outlet(message);
-      if (message.has_end()) {
-        end = message.end();
-        if (received.deliveries > 0) {
-          EXPECT_OK(stream->Acknowledge(received.deliveries));
-        }
-        stream->Close();
-      }
-      return true;
-    });
+    const absl::Status status =
+        stream->Run([&](const v1::StreamFeaturesResponse& message, const StatesView& states) {
+          outlet(message, states);
+          if (message.has_end()) {
+            end = message.end();
+            if (received.deliveries > 0) {
+              EXPECT_OK(stream->Acknowledge(received.deliveries));
+            }
+            stream->Close();
+          }
+          return true;
+        });
     EXPECT_THAT(status, StatusIs(absl::StatusCode::kDataLoss, "shard-000001.h5"));
     EXPECT_THAT(status, StatusIs(absl::StatusCode::kDataLoss, flipped));
     ASSERT_TRUE(received.end);
@@ -321,19 +325,36 @@ TEST_F(FeatureStreamTest, WhatCannotBeReadIsNamedAndTheOthersAreSent) {
   }
 }
 
+TEST_F(FeatureStreamTest, AShardCutWhileItIsSentEndsTheStreamAndNotTheProcess) {
+  ASSERT_OK_AND_ASSIGN(const auto rows, harness_.store->Shards(job_.key));
+  const auto path = harness_.folders().FromStored(rows[0].path);
+  Received received;
+  const auto stream = Open(Start());
+  const FeatureOutlet outlet = Into(received);
+  const absl::Status status =
+      stream->Run([&](const v1::StreamFeaturesResponse& message, const StatesView& states) {
+        if (message.has_sample()) std::filesystem::resize_file(path, 4096);
+        return outlet(message, states);  // reads the states
+      });
+  EXPECT_THAT(status, StatusIs(absl::StatusCode::kDataLoss, path.string()));
+  EXPECT_EQ(received.ids.size(), 1u);
+  EXPECT_FALSE(received.end.has_value());
+}
+
 TEST_F(FeatureStreamTest, AJobDeletedDuringTheStreamEndsItByName) {
   Received received;
   const auto stream = Open(Start());
   const FeatureOutlet outlet = Into(received);
   bool deleted = false;
-  const absl::Status status = stream->Run([&](const v1::StreamFeaturesResponse& message) {
-    outlet(message);
-    if (received.ids.size() == 3 && !deleted) {
-      deleted = true;
-      EXPECT_OK(harness_.runner->Delete(job_));
-    }
-    return true;
-  });
+  const absl::Status status =
+      stream->Run([&](const v1::StreamFeaturesResponse& message, const StatesView& states) {
+        outlet(message, states);
+        if (received.ids.size() == 3 && !deleted) {
+          deleted = true;
+          EXPECT_OK(harness_.runner->Delete(job_));
+        }
+        return true;
+      });
   EXPECT_THAT(status,
               StatusIs(absl::StatusCode::kNotFound, fmt::format("job {} was deleted", job_.id)));
   EXPECT_FALSE(received.end.has_value());

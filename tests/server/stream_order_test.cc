@@ -53,14 +53,14 @@ class StreamOrderTest : public ::testing::Test {
     size_t bytes = 0;
   };
   static FeatureOutlet Into(Received& received) {
-    return [&received](const v1::StreamFeaturesResponse& message) {
+    return [&received](const v1::StreamFeaturesResponse& message, const StatesView& states) {
       if (message.has_header()) received.headers.push_back(message.header());
       if (message.has_sample()) {
         received.ids.push_back(message.sample().id());
         received.jobs.push_back(message.sample().job_index());
         received.deliveries.push_back(message.sample().delivery());
       }
-      received.bytes += message.data().states().size();
+      received.bytes += states.bytes();
       if (message.has_end()) received.end = message.end();
       return true;
     };
@@ -71,16 +71,17 @@ class StreamOrderTest : public ::testing::Test {
     auto stream = FeatureStream::Open(*harness_.store, *shards_, groups_, start);
     EXPECT_OK(stream);
     const FeatureOutlet outlet = Into(received);
-    EXPECT_OK((*stream)->Run([&](const v1::StreamFeaturesResponse& message) {
-      outlet(message);
-      if (message.has_end()) {
-        if (acknowledge > 0) {
-          EXPECT_OK((*stream)->Acknowledge(acknowledge));
-        }
-        (*stream)->Close();
-      }
-      return true;
-    }));
+    EXPECT_OK(
+        (*stream)->Run([&](const v1::StreamFeaturesResponse& message, const StatesView& states) {
+          outlet(message, states);
+          if (message.has_end()) {
+            if (acknowledge > 0) {
+              EXPECT_OK((*stream)->Acknowledge(acknowledge));
+            }
+            (*stream)->Close();
+          }
+          return true;
+        }));
     return received;
   }
   absl::Status Refused(const v1::StreamStart& start) {
@@ -282,7 +283,7 @@ TEST_F(StreamOrderTest, AVanishedStreamGivesBackInAShuffledOrderToo) {
   ASSERT_OK(vanishing);
   std::atomic<int> sent = 0;
   auto run = std::async(std::launch::async, [&] {
-    return (*vanishing)->Run([&](const v1::StreamFeaturesResponse& message) {
+    return (*vanishing)->Run([&](const v1::StreamFeaturesResponse& message, const StatesView&) {
       sent += message.has_sample() ? 1 : 0;
       return true;
     });
