@@ -30,9 +30,9 @@ fi
 
 if [ "${1:-}" = --tests ]; then
   python=$root/.venv/bin/python3
-  if ! "$python" -c 'import h5py, grpc, grpc_tools, grpc_health, numpy' 2>/dev/null; then
+  if ! "$python" -c 'import h5py, grpc, grpc_tools, grpc_health, numpy, setuptools' 2>/dev/null; then
     say "making .venv (numpy, h5py, grpcio)"
     python3 -m venv "$root/.venv"
-    "$python" -m pip install -q --disable-pip-version-check numpy h5py grpcio grpcio-tools grpcio-health-checking protobuf
+    "$python" -m pip install -q --disable-pip-version-check numpy h5py grpcio grpcio-tools grpcio-health-checking protobuf 'setuptools>=70.1'
   fi
 fi

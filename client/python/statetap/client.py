@@ -1,0 +1,230 @@
+"""A server's calls, with deadlines and errors that say what would help."""
+from __future__ import annotations
+
+import os
+import time
+from typing import Any, Iterable, Iterator, Sequence
+
+import grpc
+
+from statetap.errors import StatetapError
+from statetap.inputs import Prompt, samples_of
+from statetap.sample import Sample
+from statetap.stream import Assembler, SampleStream
+from statetap.v1 import features_pb2, jobs_pb2, jobs_pb2_grpc, model_pb2, model_pb2_grpc
+from statetap.wire import parse
+
+JobName = "str | jobs_pb2.Job"
+_ENDED = {jobs_pb2.JOB_STATE_SUCCEEDED, jobs_pb2.JOB_STATE_FAILED, jobs_pb2.JOB_STATE_CANCELLED}
+_MAX_BATCH_BYTES, _MAX_BATCH_SAMPLES = (4 << 20) - 4096, 10_000
+_DEADLINE_SECONDS = 30.0
+_PATIENCE_SECONDS = 120.0
+
+
+def connect(server: str | None = None) -> "Client":
+    """A client of `server`, HOST:PORT. Default: the environment's STATETAP_SERVER, else 127.0.0.1:7070. Connects with the first call."""
+    return Client(server or os.environ.get("STATETAP_SERVER") or "127.0.0.1:7070")
+
+
+def state_name(job: jobs_pb2.Job) -> str:
+    """queued, running, waiting, paused, succeeded, failed or cancelled."""
+    return jobs_pb2.JobState.Name(job.state).removeprefix("JOB_STATE_").lower()
+
+
+class Client:
+    """One server. Jobs may be named by id or name, or given as the Job that a call returned. Errors are StatetapError.
+
+    Threads may share a client. A fork may not: gRPC's connections do not outlive one. FeatureStream opens a client of its own in each process.
+    """
+
+    def __init__(self, server: str) -> None:
+        host, _, port = server.rpartition(":")
+        if "://" in server or not (server.startswith("unix:") or (host and port.isdigit())):
+            raise ValueError(f'server "{server}": give HOST:PORT, as in 127.0.0.1:7070')
+        self.server = server
+        options = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1), ("grpc.enable_http_proxy", 0),
+                   ("grpc.initial_reconnect_backoff_ms", 100), ("grpc.max_reconnect_backoff_ms", 2000)]  # fmt: skip
+        self._channel = grpc.insecure_channel(server, options)
+        self._jobs = jobs_pb2_grpc.JobsStub(self._channel)
+        self._model = model_pb2_grpc.ModelStub(self._channel)
+        service = "/statetap.v1.Features/"
+        self._stream_features = self._channel.stream_stream(
+            service + "StreamFeatures", features_pb2.StreamFeaturesRequest.SerializeToString, parse)
+        self._get_sample = self._channel.unary_stream(service + "GetSample", features_pb2.GetSampleRequest.SerializeToString, parse)
+
+    def close(self) -> None:
+        self._channel.close()
+
+    def __enter__(self) -> "Client":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # Jobs ---------------------------------------------------------------------------------------------------------------------
+
+    def submit(
+        self,
+        prompts: "str | os.PathLike[str] | Iterable[Prompt]",
+        *,
+        mode: str = "",
+        taps: Sequence[int] = (),
+        name: str = "",
+        source: str = "",
+        **options: Any,
+    ) -> jobs_pb2.Job:
+        """Creates a job of the prompts (inputs.samples_of says which shapes there are) and returns it; does not wait.
+
+        mode: "generate" or "prefill"; taps: boundaries, default 2, layers/2, layers-3. `options` are the other fields of JobOptions
+        (proto/statetap/v1/jobs.proto): temperature, max_new_tokens, max_length, seed, thinking, eval_fraction, …
+        """
+        if mode not in ("", "generate", "prefill"):
+            raise ValueError(f'mode "{mode}": give "generate" or "prefill"')
+        known = jobs_pb2.JobOptions.DESCRIPTOR.fields_by_name
+        unknown = sorted(set(options) - set(known))
+        if unknown:
+            raise ValueError(f"no such option: {', '.join(unknown)}; there are {', '.join(known)}")
+        number = jobs_pb2.JobMode.Value(f"JOB_MODE_{mode.upper() or 'UNSPECIFIED'}")
+        job_options = jobs_pb2.JobOptions(name=name, mode=number, taps=taps, **options)
+        # All before the first is sent: a prompt that is refused leaves nothing on the server.
+        samples = list(samples_of(prompts, source))
+
+        def requests() -> Iterator[jobs_pb2.CreateJobRequest]:
+            yield jobs_pb2.CreateJobRequest(options=job_options)
+            batch, size = jobs_pb2.CreateJobRequest(), 0
+            for sample in samples:
+                bytes_more = sample.ByteSize() + 16
+                if batch.samples and (size + bytes_more > _MAX_BATCH_BYTES or len(batch.samples) >= _MAX_BATCH_SAMPLES):
+                    yield batch
+                    batch, size = jobs_pb2.CreateJobRequest(), 0
+                batch.samples.append(sample)
+                size += bytes_more
+            yield batch
+
+        return self._ask(lambda _: self._jobs.CreateJob(requests()), attempts=1)
+
+    def show(self, job: "str | jobs_pb2.Job") -> jobs_pb2.Job:
+        request = jobs_pb2.GetJobRequest(job=_name(job))
+        return self._ask(lambda deadline: self._jobs.GetJob(request, timeout=deadline))
+
+    def list(self) -> "list[jobs_pb2.Job]":
+        """All jobs, newest first."""
+        return list(self._ask(lambda deadline: self._jobs.ListJobs(jobs_pb2.ListJobsRequest(), timeout=deadline)).jobs)
+
+    def watch(self, job: "str | jobs_pb2.Job") -> "Iterator[jobs_pb2.Job]":
+        """The job now and after every change, until it has ended; through restarts of the server."""
+        last_heard = time.monotonic()
+        while True:
+            try:
+                # Renewed now and then, so that a server that vanished without a word is noticed.
+                for state in self._jobs.WatchJob(jobs_pb2.GetJobRequest(job=_name(job)), timeout=120):
+                    last_heard = time.monotonic()
+                    yield state
+                    if state.state in _ENDED:
+                        return
+            except grpc.RpcError as error:
+                code = error.code()  # type: ignore[attr-defined]
+                renewable = code == grpc.StatusCode.DEADLINE_EXCEEDED or (
+                    code == grpc.StatusCode.UNAVAILABLE and time.monotonic() - last_heard < _PATIENCE_SECONDS)
+                if not renewable:
+                    raise self._explain(error) from None
+                time.sleep(0.5)
+
+    def wait(self, job: "str | jobs_pb2.Job") -> jobs_pb2.Job:
+        """The job once it has ended. StatetapError with its message where it failed."""
+        *_, last = self.watch(job)
+        if last.state == jobs_pb2.JOB_STATE_FAILED:
+            raise StatetapError(f"job {last.id} ({last.name}) failed: {last.message}", grpc.StatusCode.FAILED_PRECONDITION)
+        return last
+
+    def samples(self, job: "str | jobs_pb2.Job", where: str = "") -> "Iterator[jobs_pb2.Sample]":
+        """Stored samples in the order they were submitted, without their states."""
+        yield from self._pages(self._jobs.ListSamples, jobs_pb2.ListSamplesRequest(job=_name(job), page_size=10_000, where=where), "samples")
+
+    def rejected(self, job: "str | jobs_pb2.Job") -> "Iterator[jobs_pb2.Rejected]":
+        yield from self._pages(self._jobs.ListRejected, jobs_pb2.ListSamplesRequest(job=_name(job), page_size=10_000), "rejected")
+
+    def model(self) -> model_pb2.ModelDescription:
+        """What the server serves."""
+        return self._ask(lambda deadline: self._model.DescribeModel(model_pb2.DescribeModelRequest(), timeout=deadline))
+
+    # States -------------------------------------------------------------------------------------------------------------------
+
+    def sample(self, job: "str | jobs_pb2.Job", id: str, *, taps: "Sequence[int] | None" = None, as_torch: bool = False) -> Sample:
+        """One stored sample by id. `taps`: boundaries (default: all; []: none, tokens alone)."""
+        request = features_pb2.GetSampleRequest(job=_name(job), id=id, boundaries=_boundaries(taps))
+
+        def read(deadline: float) -> Sample:
+            assembler = Assembler()
+            for message in self._get_sample(request, timeout=10 * deadline):
+                complete = assembler.add(message)
+                if complete is not None:
+                    return complete[1]
+            raise StatetapError(f"the answer for sample {id!r} is incomplete", grpc.StatusCode.DATA_LOSS)
+
+        sample = self._ask(read)
+        return sample.torch() if as_torch else sample
+
+    def stream(
+        self,
+        jobs: "str | jobs_pb2.Job | Sequence[str | jobs_pb2.Job]",
+        *,
+        group: str = "default",
+        taps: "Sequence[int] | None" = None,
+        follow: bool = True,
+        credit_bytes: int = 0,
+        ack: bool = True,
+        as_torch: bool = False,
+    ) -> SampleStream:
+        """Samples of the jobs as they are stored, each delivered to the group until it was acknowledged.
+
+        Works with a job that still runs: with `follow` the stream waits for more and ends when the jobs have. Streams of one group that run at
+        once share the samples. `taps`: boundaries to send (default: all that are stored; []: none).
+        """
+        names = [_name(job) for job in ([jobs] if isinstance(jobs, (str, jobs_pb2.Job)) else jobs)]
+        if len(names) != 1:
+            raise ValueError(f"{len(names)} jobs: give one; a stream of several is not served yet")
+        start = features_pb2.StreamStart(job=names[0], group=group, boundaries=_boundaries(taps), follow=follow, credit_bytes=credit_bytes)
+        return SampleStream(self._stream_features, start, ack=ack, as_torch=as_torch, patience_seconds=_PATIENCE_SECONDS, explain=self._explain)
+
+    # ---------------------------------------------------------------------------------------------------------------------------
+
+    def _pages(self, call: Any, request: jobs_pb2.ListSamplesRequest, field: str) -> Iterator[Any]:
+        while True:
+            page = self._ask(lambda deadline: call(request, timeout=deadline))
+            yield from getattr(page, field)
+            if not page.next_page_token:
+                return
+            request.page_token = page.next_page_token
+
+    def _ask(self, call: Any, attempts: int = 4) -> Any:
+        """A call that changes nothing is tried again while the server cannot be reached."""
+        pause = 0.2
+        while True:
+            attempts -= 1
+            try:
+                return call(_DEADLINE_SECONDS)
+            except grpc.RpcError as error:
+                if error.code() != grpc.StatusCode.UNAVAILABLE or attempts == 0:  # type: ignore[attr-defined]
+                    raise self._explain(error) from None
+            time.sleep(pause)
+            pause = min(5.0, 2 * pause)
+
+    def _explain(self, error: grpc.RpcError) -> StatetapError:
+        code, details = error.code(), error.details()  # type: ignore[attr-defined]
+        if code == grpc.StatusCode.UNAVAILABLE:
+            details = f"cannot reach a server at {self.server} ({details}); start one with `statetapd --model DIR --data DIR`"
+        elif code == grpc.StatusCode.DEADLINE_EXCEEDED:
+            details = f"no answer from {self.server} in time; is it overloaded, or is something else on that port?"
+        elif code == grpc.StatusCode.UNIMPLEMENTED:
+            details = f"the server at {self.server} does not know this call ({details}); is it an older statetapd?"
+        return StatetapError(details, code)
+
+
+def _name(job: "str | jobs_pb2.Job") -> str:
+    return job.id if isinstance(job, jobs_pb2.Job) else job
+
+
+def _boundaries(taps: "Sequence[int] | None") -> "list[int]":
+    """As the protocol says it: empty is all, a single -1 none."""
+    return [] if taps is None else list(taps) or [-1]

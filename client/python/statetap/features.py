@@ -1,0 +1,159 @@
+"""Features of a server for training over epochs. Needs torch."""
+from __future__ import annotations
+
+import os
+from typing import Any, Callable, Iterator, Sequence
+
+import numpy as np
+
+from statetap.client import Client, connect, state_name
+from statetap.errors import missing_package
+from statetap.sample import Sample
+from statetap.v1 import jobs_pb2
+
+try:
+    import torch
+    from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+except ImportError:
+    raise missing_package("torch", "torch", "statetap.FeatureStream") from None
+
+_ENDED = ("succeeded", "cancelled")
+
+
+class FeatureStream(IterableDataset[Sample]):
+    """The samples of jobs that have ended, in a seeded order that is new each epoch, dealt to ranks and DataLoader workers by themselves.
+
+        stream = FeatureStream([job], batch_size=8, seed=1)
+        for epoch in range(3):
+            for batch in stream.batches(collate_fn=Pad(), num_workers=2):
+                train(batch)
+                save(stream.state_dict())          # goes back with load_state_dict(): what counts is the trainer's checkpoint
+        DataLoader(stream, batch_size=8)           # works too; call set_epoch(e) before each epoch then
+
+    jobs            ids, names or Job messages; their samples are one set
+    server          HOST:PORT. Default: the environment's STATETAP_SERVER, else 127.0.0.1:7070
+    taps            boundaries to fetch beside the final one. Default: all
+    where           an expression over the samples (docs/operate.md)
+    batch_size      the DataLoader's: workers are dealt whole batches, so that the order is the same with any number of them
+    shuffle, seed   the order of epoch e depends on seed and e alone
+    rank, world     Default: torch.distributed's, else the environment's RANK and WORLD_SIZE, else 0 of 1
+    wait            wait until the jobs have ended. Default: ValueError for one that runs, as its ranks would count differently
+
+    Every rank gets the same number of whole batches; the samples at the end of the order that do not fill them are left out of this epoch
+    (`left_out`), others in the next. len() is the number of samples of this rank in an epoch.
+
+    Nothing is acknowledged: a server with `--retain until-acked` keeps what this class reads. Each process has a connection of its own.
+    """
+
+    def __init__(
+        self,
+        jobs: "str | jobs_pb2.Job | Sequence[str | jobs_pb2.Job]",
+        *,
+        server: str | None = None,
+        taps: "Sequence[int] | None" = None,
+        where: str = "",
+        batch_size: int = 1,
+        shuffle: bool = True,
+        seed: int = 0,
+        rank: int | None = None,
+        world: int | None = None,
+        wait: bool = False,
+        as_torch: bool = True,
+    ) -> None:
+        if batch_size < 1:
+            raise ValueError(f"batch_size {batch_size}: give 1 or more")
+        self.batch_size, self.shuffle, self.seed, self.as_torch = batch_size, shuffle, seed, as_torch
+        self.rank, self.world = _placed(rank, world)
+        self.where = where
+        with connect(server) as client:
+            self.server = client.server
+            jobs = [jobs] if isinstance(jobs, (str, jobs_pb2.Job)) else jobs
+            states = [_ended(client, job, wait) for job in jobs]
+            self.jobs = [state.id for state in states]
+            self.taps = _with_final(states, taps)
+            self._samples = [(n, s.id) for n, job in enumerate(self.jobs) for s in client.samples(job, where) if not s.excluded]
+        self.left_out = len(self._samples) - len(self) * self.world
+        if not len(self):
+            raise ValueError(f"{len(self._samples)} samples of {self.jobs} for {self.world} ranks with batches of {batch_size}: none has a batch")
+        self.epoch = 0
+        self.position = 0  # samples of this rank that the trainer has had in this epoch
+
+    def __len__(self) -> int:
+        return len(self._samples) // (self.world * self.batch_size) * self.batch_size
+
+    def set_epoch(self, epoch: int) -> None:
+        """The next iteration is the beginning of this epoch. Not needed with batches()."""
+        self.epoch, self.position = epoch, 0
+
+    def order(self, epoch: int) -> "list[tuple[str, str]]":
+        """This rank's samples of an epoch as (job, id)."""
+        places = np.random.Generator(np.random.Philox(key=[self.seed, epoch])).permutation(len(self._samples)) if self.shuffle else np.arange(len(self._samples))
+        mine = places[: len(self) * self.world].reshape(-1, self.world, self.batch_size)[:, self.rank].reshape(-1)
+        return [(self.jobs[n], id) for n, id in (self._samples[p] for p in mine)]
+
+    def __iter__(self) -> Iterator[Sample]:
+        """From `position` on: all of this rank's samples or, in a DataLoader's worker, this worker's share of whole batches."""
+        order = self.order(self.epoch)
+        first_batch, rest = divmod(self.position, self.batch_size)
+        if rest:
+            raise ValueError(f"position {self.position} is within a batch of {self.batch_size}: only whole batches are gone back to")
+        worker = get_worker_info()
+        first, step = (worker.id, worker.num_workers) if worker is not None else (0, 1)
+        with Client(self.server) as client:
+            for batch in range(first_batch + first, len(order) // self.batch_size, step):
+                for job, id in order[batch * self.batch_size : (batch + 1) * self.batch_size]:
+                    yield client.sample(job, id, taps=self.taps, as_torch=self.as_torch)
+
+    def batches(self, *, collate_fn: "Callable[[list[Sample]], Any]" = list, num_workers: int = 0, **options: Any) -> Iterator[Any]:
+        """The rest of this epoch in batches, by a DataLoader; counts what the trainer has had, and goes to the next epoch at the end.
+        `options` are the DataLoader's."""
+        loader = DataLoader(self, batch_size=self.batch_size, collate_fn=collate_fn, num_workers=num_workers, **options)
+        iterator = iter(loader)
+        while self.position < len(self):
+            batch = next(iterator)
+            self.position += self.batch_size
+            yield batch
+        self.set_epoch(self.epoch + 1)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where training is: goes into the trainer's checkpoint."""
+        return {"epoch": self.epoch, "position": self.position, **self._configuration()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on where the checkpoint was written. ValueError names what differs in what decides about the order."""
+        for name, value in self._configuration().items():
+            if state.get(name) != value:
+                raise ValueError(f"{name} is {value!r} here and {state.get(name)!r} in the checkpoint: the order would be another one")
+        self.epoch, self.position = state["epoch"], state["position"]
+
+    def _configuration(self) -> dict[str, Any]:
+        return {"jobs": list(self.jobs), "where": self.where, "samples": len(self._samples), "batch_size": self.batch_size, "shuffle": self.shuffle,
+                "seed": self.seed, "world": self.world}  # fmt: skip
+
+
+def _placed(rank: int | None, world: int | None) -> tuple[int, int]:
+    if (rank is None) != (world is None):
+        raise ValueError("give rank and world together, or neither")
+    if rank is None or world is None:
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        else:
+            rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    if not 0 <= rank < world:
+        raise ValueError(f"rank {rank} of {world}: give 0 to {world - 1}")
+    return rank, world
+
+
+def _ended(client: Client, job: "str | jobs_pb2.Job", wait: bool) -> jobs_pb2.Job:
+    state = client.wait(job) if wait else client.show(job)
+    if state_name(state) not in _ENDED:
+        raise ValueError(f"job {state.id} ({state.name}) is {state_name(state)}: give wait=True, or take its samples as they come with Client.stream")
+    return state
+
+
+def _with_final(jobs: "list[jobs_pb2.Job]", taps: "Sequence[int] | None") -> "list[int] | None":
+    """Boundaries to ask for: the taps and, where it is stored, the final one."""
+    stored = [list(job.boundaries) for job in jobs]
+    if any(boundaries != stored[0] for boundaries in stored):
+        raise ValueError(f"the jobs hold boundaries {stored}: give jobs with the same, or taps that all of them have" if taps is None else "")
+    return None if taps is None else sorted({*taps, *(b for b in stored[0][-1:] if b not in jobs[0].options.taps)})
