@@ -2,6 +2,8 @@
 # Installs what is missing to build, demo and test Statetap on Debian 12 or Ubuntu 24.04. Safe to run again; does nothing when all is there.
 #   scripts/setup.sh            packages of the distribution (with sudo where needed)
 #   scripts/setup.sh --tests    and, for the tests, a Python environment in .venv
+#   scripts/setup.sh --trainers and one in .venv-trainers with torch, speculators and nvidia-modelopt (3 GB, minutes): without it the tests
+#                               that need them are skipped
 source "$(dirname "$0")/common.sh"
 
 packages=(
@@ -10,7 +12,8 @@ packages=(
   libhdf5-dev libsqlite3-dev libcli11-dev nlohmann-json3-dev libfmt-dev
   libzstd-dev zlib1g-dev libxxhash-dev libpcre2-dev libcpp-httplib-dev libssl-dev
 )
-if [ "${1:-}" = --tests ]; then
+case ${1:-} in --tests | --trainers) tests=1 ;; *) tests= ;; esac
+if [ "$tests" ]; then
   packages+=(libgtest-dev libgmock-dev libbenchmark-dev hdf5-tools python3 python3-venv clang-format)
 fi
 
@@ -28,11 +31,17 @@ if [ ${#missing[@]} -gt 0 ]; then
   "${sudo[@]}" apt-get install -y -qq --no-install-recommends "${missing[@]}" >/dev/null
 fi
 
-if [ "${1:-}" = --tests ]; then
+if [ "$tests" ]; then
   python=$root/.venv/bin/python3
-  if ! "$python" -c 'import h5py, grpc, grpc_tools, grpc_health, numpy, setuptools' 2>/dev/null; then
-    say "making .venv (numpy, h5py, grpcio)"
+  if ! "$python" -c 'import h5py, grpc, grpc_tools, grpc_health, numpy, pyarrow, setuptools' 2>/dev/null; then
+    say "making .venv (numpy, h5py, grpcio, pyarrow)"
     python3 -m venv "$root/.venv"
-    "$python" -m pip install -q --disable-pip-version-check numpy h5py grpcio grpcio-tools grpcio-health-checking protobuf 'setuptools>=70.1'
+    "$python" -m pip install -q --disable-pip-version-check numpy h5py grpcio grpcio-tools grpcio-health-checking protobuf pyarrow 'setuptools>=70.1'
   fi
+fi
+if [ "${1:-}" = --trainers ] && ! "$root/.venv-trainers/bin/python3" -c 'import speculators, h5py, grpc, grpc_tools' 2>/dev/null; then
+  say "making .venv-trainers (torch, speculators)"
+  python3 -m venv "$root/.venv-trainers"
+  "$root/.venv-trainers/bin/python3" -m pip install -q --disable-pip-version-check 'speculators==0.9.0' pytest h5py grpcio-tools 'setuptools>=77'
+  "$root/.venv-trainers/bin/python3" -m pip install -q --disable-pip-version-check "$root/client/python[all]"
 fi

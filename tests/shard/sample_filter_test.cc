@@ -50,8 +50,7 @@ TEST(SampleFilterTest, HoldsOrRefusesAsTheCasesSay) {
     const absl::StatusOr<SampleFilter> filter = SampleFilter::Parse(where);
     if (const Json* parts = FindMember(test, "error")) {
       for (const Json& part : *parts) {
-        EXPECT_THAT(filter,
-                    StatusIs(absl::StatusCode::kInvalidArgument, part.get<std::string>()));
+        EXPECT_THAT(filter, StatusIs(absl::StatusCode::kInvalidArgument, part.get<std::string>()));
       }
       ++refused;
       continue;

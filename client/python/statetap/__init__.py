@@ -18,5 +18,16 @@ from statetap.errors import DataLossError, StatetapError
 from statetap.sample import Sample, float32
 from statetap.stream import SampleStream
 
-__all__ = ["Client", "DataLossError", "Sample", "SampleStream", "ShardDataset", "StatetapError", "connect", "float32", "state_name"]
+__all__ = ["Client", "DataLossError", "FeatureStream", "Sample", "SampleStream", "ShardDataset", "StatetapError", "connect", "float32", "state_name"]
 __version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from statetap.features import FeatureStream
+
+
+def __getattr__(name: str) -> Any:
+    if name == "FeatureStream":  # imports torch
+        from statetap.features import FeatureStream
+
+        return FeatureStream
+    raise AttributeError(f"module 'statetap' has no attribute {name!r}")

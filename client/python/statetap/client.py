@@ -50,7 +50,9 @@ class Client:
         service = "/statetap.v1.Features/"
         self._stream_features = self._channel.stream_stream(
             service + "StreamFeatures", features_pb2.StreamFeaturesRequest.SerializeToString, parse)
-        self._get_sample = self._channel.unary_stream(service + "GetSample", features_pb2.GetSampleRequest.SerializeToString, parse)
+        self._get_samples = self._channel.unary_stream(service + "GetSamples", features_pb2.GetSamplesRequest.SerializeToString, parse)
+        self._describe = self._channel.unary_unary(
+            service + "DescribeStream", features_pb2.StreamStart.SerializeToString, features_pb2.StreamDescription.FromString)
 
     def close(self) -> None:
         self._channel.close()
@@ -152,40 +154,89 @@ class Client:
 
     def sample(self, job: "str | jobs_pb2.Job", id: str, *, taps: "Sequence[int] | None" = None, as_torch: bool = False) -> Sample:
         """One stored sample by id. `taps`: boundaries (default: all; []: none, tokens alone)."""
-        request = features_pb2.GetSampleRequest(job=_name(job), id=id, boundaries=_boundaries(taps))
+        (sample,) = self.fetch(job, ids=[id], taps=taps, as_torch=as_torch)
+        return sample
 
-        def read(deadline: float) -> Sample:
+    def header(self, job: "str | jobs_pb2.Job") -> features_pb2.StreamHeader:
+        """What holds for all samples of a job: hidden, layers, boundaries, eps, model, the shards' attributes. OUT_OF_RANGE without a sample."""
+        request = features_pb2.GetSamplesRequest(job=_name(job), rows=[0], boundaries=[-1])
+        return self._ask(lambda deadline: next(self._get_samples(request, timeout=deadline)).header)
+
+    def fetch(
+        self,
+        job: "str | jobs_pb2.Job",
+        *,
+        ids: Iterable[str] = (),
+        rows: Iterable[int] = (),
+        taps: "Sequence[int] | None" = None,
+        as_torch: bool = False,
+    ) -> Iterator[Sample]:
+        """Stored samples at random, in the order asked for: by ids, or by rows in stored order, which stay the same while the job grows. Breaks of
+        the connection are mended. Nothing is acknowledged."""
+        by = "ids" if ids else "rows"
+        left: list[Any] = list(ids) or list(rows)
+        pause, last_heard = 0.2, time.monotonic()
+        while left:
+            asked = left[:_MAX_BATCH_SAMPLES]
+            request = features_pb2.GetSamplesRequest(job=_name(job), boundaries=_boundaries(taps), **{by: asked})
             assembler = Assembler()
-            for message in self._get_sample(request, timeout=10 * deadline):
-                complete = assembler.add(message)
-                if complete is not None:
-                    return complete[1]
-            raise StatetapError(f"the answer for sample {id!r} is incomplete", grpc.StatusCode.DATA_LOSS)
-
-        sample = self._ask(read)
-        return sample.torch() if as_torch else sample
+            try:
+                for message in self._get_samples(request):
+                    complete = assembler.add(message)
+                    if complete is not None:
+                        last_heard, pause = time.monotonic(), 0.2
+                        del left[0]
+                        yield complete[1].torch() if as_torch else complete[1]
+            except grpc.RpcError as error:
+                if error.code() != grpc.StatusCode.UNAVAILABLE or time.monotonic() - last_heard > _PATIENCE_SECONDS:
+                    raise self._explain(error) from None
+                time.sleep(pause)
+                pause = min(5.0, 2 * pause)
 
     def stream(
         self,
         jobs: "str | jobs_pb2.Job | Sequence[str | jobs_pb2.Job]",
         *,
         group: str = "default",
+        rank: int = 0,
+        world: int = 0,
+        equal_counts: bool = False,
         taps: "Sequence[int] | None" = None,
+        where: str = "",
+        shuffle: bool = False,
+        seed: int = 0,
         follow: bool = True,
         credit_bytes: int = 0,
         ack: bool = True,
         as_torch: bool = False,
     ) -> SampleStream:
-        """Samples of the jobs as they are stored, each delivered to the group until it was acknowledged.
+        """Samples of the jobs, each delivered to the group until it was acknowledged.
 
         Works with a job that still runs: with `follow` the stream waits for more and ends when the jobs have. Streams of one group that run at
-        once share the samples. `taps`: boundaries to send (default: all that are stored; []: none).
+        once share the samples; with `world` above 1 each has its own part, by place in the order, and with `equal_counts` as many as the others.
+        `shuffle`: one order of all samples of all jobs that `seed` fixes; like `equal_counts` it waits for the jobs to end. `taps`: boundaries to
+        send (default: all that are stored; []: none). A new epoch is a new group. StreamStart in proto/statetap/v1/features.proto has the rest.
         """
-        names = [_name(job) for job in ([jobs] if isinstance(jobs, (str, jobs_pb2.Job)) else jobs)]
-        if len(names) != 1:
-            raise ValueError(f"{len(names)} jobs: give one; a stream of several is not served yet")
-        start = features_pb2.StreamStart(job=names[0], group=group, boundaries=_boundaries(taps), follow=follow, credit_bytes=credit_bytes)
+        start = self._start(jobs, group, rank, world, equal_counts, taps, where, shuffle, seed)
+        start.follow, start.credit_bytes = follow, credit_bytes
         return SampleStream(self._stream_features, start, ack=ack, as_torch=as_torch, patience_seconds=_PATIENCE_SECONDS, explain=self._explain)
+
+    def describe(
+        self, jobs: "str | jobs_pb2.Job | Sequence[str | jobs_pb2.Job]", *, group: str = "default", rank: int = 0, world: int = 0,
+        equal_counts: bool = False, where: str = "",
+    ) -> features_pb2.StreamDescription:  # fmt: skip
+        """What such a stream holds now, and how much of it the group has acknowledged."""
+        start = self._start(jobs, group, rank, world, equal_counts, None, where, False, 0)
+        return self._ask(lambda deadline: self._describe(start, timeout=deadline))
+
+    def _start(
+        self, jobs: "str | jobs_pb2.Job | Sequence[str | jobs_pb2.Job]", group: str, rank: int, world: int, equal_counts: bool,
+        taps: "Sequence[int] | None", where: str, shuffle: bool, seed: int,
+    ) -> features_pb2.StreamStart:  # fmt: skip
+        order = features_pb2.STREAM_ORDER_SHUFFLED if shuffle else features_pb2.STREAM_ORDER_STORED
+        names = [_name(job) for job in ([jobs] if isinstance(jobs, (str, jobs_pb2.Job)) else jobs)]
+        return features_pb2.StreamStart(jobs=names, group=group, boundaries=_boundaries(taps), where=where, order=order, seed=seed, rank=rank,
+                                        world=world, equal_counts=equal_counts)  # fmt: skip
 
     # ---------------------------------------------------------------------------------------------------------------------------
 

@@ -1,6 +1,7 @@
 """Features of a server for training over epochs. Needs torch."""
 from __future__ import annotations
 
+import itertools
 import os
 from typing import Any, Callable, Iterator, Sequence
 
@@ -18,6 +19,7 @@ except ImportError:
     raise missing_package("torch", "torch", "statetap.FeatureStream") from None
 
 _ENDED = ("succeeded", "cancelled")
+_SAMPLES_A_CALL = 256
 
 
 class FeatureStream(IterableDataset[Sample]):
@@ -99,10 +101,12 @@ class FeatureStream(IterableDataset[Sample]):
             raise ValueError(f"position {self.position} is within a batch of {self.batch_size}: only whole batches are gone back to")
         worker = get_worker_info()
         first, step = (worker.id, worker.num_workers) if worker is not None else (0, 1)
+        batches = range(first_batch + first, len(order) // self.batch_size, step)
+        mine = (sample for batch in batches for sample in order[batch * self.batch_size : (batch + 1) * self.batch_size])
         with Client(self.server) as client:
-            for batch in range(first_batch + first, len(order) // self.batch_size, step):
-                for job, id in order[batch * self.batch_size : (batch + 1) * self.batch_size]:
-                    yield client.sample(job, id, taps=self.taps, as_torch=self.as_torch)
+            for job, samples in itertools.groupby(mine, key=lambda sample: sample[0]):
+                while ids := [id for _, id in itertools.islice(samples, _SAMPLES_A_CALL)]:
+                    yield from client.fetch(job, ids=ids, taps=self.taps, as_torch=self.as_torch)
 
     def batches(self, *, collate_fn: "Callable[[list[Sample]], Any]" = list, num_workers: int = 0, **options: Any) -> Iterator[Any]:
         """The rest of this epoch in batches, by a DataLoader; counts what the trainer has had, and goes to the next epoch at the end.

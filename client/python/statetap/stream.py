@@ -18,7 +18,8 @@ class Assembler:
     """Puts the messages of one sample after another together, each state copied once, into the sample's own memory."""
 
     def __init__(self) -> None:
-        self.header = features_pb2.StreamHeader()
+        self.header = features_pb2.StreamHeader()  # of the job whose sample came last
+        self._headers: dict[int, features_pb2.StreamHeader] = {}
         self._sample: Sample | None = None
         self._filled: list[int] = []
 
@@ -27,7 +28,7 @@ class Assembler:
         if isinstance(message, Data):
             self._copy(message)
         elif message.HasField("header"):
-            self.header = message.header
+            self._headers[message.header.job_index] = message.header
         elif message.HasField("sample"):
             self._begin(message.sample)
         if self._sample is None or any(rows != len(self._sample) for rows in self._filled):
@@ -38,6 +39,9 @@ class Assembler:
     def _begin(self, sample: features_pb2.SampleHeader) -> None:
         if self._sample is not None:
             raise DataLossError(f"sample {self._sample.id!r} was not finished before the next one")
+        if sample.job_index not in self._headers:
+            raise DataLossError(f"sample {sample.id!r} came before the header of its job")
+        self.header = self._headers[sample.job_index]
         tokens, boundaries = len(sample.input_ids), tuple(self.header.boundaries)
         if len(sample.loss_mask) != tokens:
             raise DataLossError(f"sample {sample.id!r} has {tokens} ids and {len(sample.loss_mask)} mask values")

@@ -1,0 +1,1 @@
+"""Files for trainers. `python -m statetap.export export --help`."""

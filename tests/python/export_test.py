@@ -1,0 +1,205 @@
+"""Exports as far as they can be held without a trainer's package; trainers_test.py reads them with theirs."""
+import json
+import os
+import pickletools
+import subprocess
+import sys
+import unittest
+import zipfile
+
+import numpy as np
+import statetap
+from served import HIDDEN, LAYERS, MODEL, ROOT, TAPS, Served, by_h5py
+from statetap.checkpoint import HEAD, Checkpoint, read_header, read_tensor
+from statetap.export.vocabulary import choose
+
+PROMPTS = [json.loads(line) for line in (ROOT / "examples/prompts_64.jsonl").read_text().splitlines()]
+VOCAB, EPS = 2304, json.loads((MODEL / "config.json").read_text())["text_config"]["rms_norm_eps"]
+
+
+def setUpModule():
+    global served, job, stored, model
+    served = Served()
+    served.__enter__()
+    prompts = [{**p, "source": "even" if i % 2 == 0 else "odd"} for i, p in enumerate(PROMPTS[:24])]
+    job = served.run(prompts, name="all", temperature=0, max_new_tokens=24, eval_fraction=0.25)
+    served.run([{"id": "unsupervised", "input_ids": [5, 6, 7], "loss_mask": [1, 0, 0]}, {"id": "kept", "input_ids": [5, 6, 7], "loss_mask": [0, 1, 0]}], name="tokens")
+    stored, model = by_h5py(job.shards_path), Checkpoint(MODEL)
+
+
+def tearDownModule():
+    served.__exit__()
+
+
+def export(command, *arguments, expect=0):
+    result = subprocess.run([sys.executable, "-m", "statetap.export", command, "--server", served.address, *map(str, arguments)], capture_output=True, text=True, timeout=200)
+    if result.returncode != expect:
+        raise AssertionError(f"{command} {arguments}: exit {result.returncode}, expected {expect}\n{result.stdout}\n{result.stderr}")
+    return json.loads(result.stdout) if "--json" in arguments and expect == 0 else result.stderr + result.stdout
+
+
+def members(path):
+    """{name: bytes} of a torch.save file, and where each lies; names as torch's reader looks for them."""
+    with zipfile.ZipFile(path) as archive:
+        for info in archive.infolist():
+            assert info.compress_type == zipfile.ZIP_STORED, info
+        return {info.filename.split("/", 1)[1]: archive.read(info) for info in archive.infolist()}
+
+
+def rows_of(folder):
+    return [json.loads(line) for line in (folder / "statetap-rows.jsonl").read_text().splitlines()]
+
+
+class ExportTest(unittest.TestCase):
+    def out(self, name):
+        return served.folder / f"{self._testMethodName}-{name}"
+
+    def test_speculators_rows_and_states(self):
+        out = self.out("a")
+        done = export("export", "--to", "speculators", "all", "--out", out, "--draft-vocab", 128, "--json")
+        self.assertEqual((done["rows"], done["written"], done["taps"]), (24, 24, list(TAPS)))
+        rows = rows_of(out)
+        self.assertEqual(sorted(r["id"] for r in rows), sorted(stored))
+        splits = {s.id: s.split for s in served.client.samples(job)}
+        self.assertEqual([splits[r["id"]] for r in rows], ["train"] * done["train_rows"] + ["eval"] * (24 - done["train_rows"]))
+        self.assertEqual({p.name for p in (out / "hidden_states").iterdir()}, {f"hs_{r}.safetensors" for r in range(24)})
+        for row in rows:
+            path, truth = out / "hidden_states" / f"hs_{row['row']}.safetensors", stored[row["id"]]
+            states, dtype = read_tensor(path, "hidden_states")
+            self.assertEqual((states.shape, dtype), ((len(truth["ids"]), 4, HIDDEN), "BF16"))
+            for slot, boundary in enumerate((*TAPS, LAYERS)):
+                np.testing.assert_array_equal(statetap.float32(np.array(states[:, slot])), truth[boundary])
+            ids, dtype = read_tensor(path, "token_ids")
+            self.assertEqual((ids.tolist(), dtype), (truth["ids"].tolist(), "I64"))
+            header, begin = read_header(path)
+            self.assertEqual(path.stat().st_size, begin + max(t["data_offsets"][1] for n, t in header.items() if n != "__metadata__"))
+        self.assertEqual(json.loads((out / "state.json").read_text())["_format_type"], "torch")
+        import pyarrow
+
+        with pyarrow.ipc.open_stream(out / "data-00000-of-00001.arrow") as stream:
+            table = stream.read_all().to_pylist()
+        self.assertEqual([t["input_ids"] for t in table], [stored[r["id"]]["ids"].tolist() for r in rows])
+        self.assertEqual([t["loss_mask"] for t in table], [stored[r["id"]]["mask"].tolist() for r in rows])
+        self.assertEqual([t["seq_len"] for t in table], [r["tokens"] for r in rows])
+        self.assertFalse(list(out.rglob("*.partial")) + list(out.rglob("*.lock")))
+
+    def test_a_job_and_its_shards_give_the_same_files(self):
+        export("export", "--to", "modelopt", "all", "--out", self.out("job"))
+        export("export", "--to", "modelopt", job.shards_path, "--out", self.out("path"), "--server", "127.0.0.1:1")
+        names = sorted(p.name for p in self.out("job").glob("*.pt"))
+        self.assertEqual(len(names), 24)
+        self.assertEqual(names, sorted(p.name for p in self.out("path").glob("*.pt")))
+        self.assertEqual(rows_of(self.out("job")), rows_of(self.out("path")))
+        for name in names:
+            self.assertEqual((self.out("job") / name).read_bytes(), (self.out("path") / name).read_bytes(), name)
+
+    def test_post_norm_is_the_final_norm_of_pre_norm(self):
+        export("export", "--to", "specforge", "all", "--out", self.out("a"), "--model", MODEL)
+        norm, exact = statetap.float32(model.bits("model.norm.weight")).astype(np.float64), 0
+        files = sorted(self.out("a").rglob("*.ckpt"), key=str)
+        for row, path in zip(rows_of(self.out("a")), files, strict=True):  # names sort as rows do
+            held, truth = members(path), stored[row["id"]]
+            n = len(truth["ids"])
+            self.assertEqual(np.frombuffer(held["data/0"], "<i8").tolist(), truth["ids"].tolist())
+            self.assertEqual(np.frombuffer(held["data/1"], "<i8").tolist(), truth["mask"].tolist())
+            self.assertEqual(len(held["data/2"]), n * 3 * HIDDEN * 2)  # a storage is as long as its tensor
+            taps = statetap.float32(np.frombuffer(held["data/2"], "<u2")).reshape(n, 3, HIDDEN)
+            for i, boundary in enumerate(TAPS):
+                np.testing.assert_array_equal(taps[:, i], truth[boundary])
+            x = truth[LAYERS].astype(np.float64)
+            expected = x / np.sqrt((x * x).mean(axis=1, keepdims=True) + EPS) * norm
+            got = statetap.float32(np.frombuffer(held["data/3"], "<u2")).reshape(n, HIDDEN)
+            self.assertLess(np.abs(got - expected).max() / np.abs(expected).max(), 2**-8)
+            np.testing.assert_allclose(got, expected, rtol=2**-8, atol=1e-30)
+            exact += n
+        self.assertGreater(exact, 1000)
+
+    def test_the_final_state_predicts_the_greedy_tokens(self):
+        head, hits, asked = statetap.float32(model.bits(HEAD)), 0, 0
+        for sample in statetap.ShardDataset(job.shards_path):
+            told = (statetap.float32(model.final_norm(sample.final_prenorm)) @ head.T).argmax(axis=1)
+            where = sample.loss_mask[1:] == 1
+            hits, asked = hits + int((told[:-1] == sample.input_ids[1:])[where].sum()), asked + int(where.sum())
+        self.assertGreaterEqual(hits, 0.99 * asked)
+        self.assertGreater(asked, 300)
+
+    def test_vocabulary_maps(self):
+        out = self.out("maps")
+        told = export("vocab-map", "all", "--draft-vocab", 100, "--draft-vocab", 300, "--out", out, "--report", "--json")
+        count = np.zeros(VOCAB, int)
+        for truth in stored.values():
+            np.add.at(count, truth["ids"][truth["mask"] == 1], 1)
+        self.assertEqual((told["tokens"], told["distinct"]), (count.sum(), (count > 0).sum()))
+        for size in (100, 300):
+            d2t, t2d = np.load(out / f"d2t-{size}.npy"), np.load(out / f"t2d-{size}.npy")
+            self.assertEqual((d2t.dtype, d2t.shape, t2d.dtype, t2d.shape), (np.int64, (size,), np.bool_, (VOCAB,)))
+            ids = np.arange(size) + d2t
+            self.assertTrue((np.diff(ids) > 0).all() and ids[-1] < VOCAB)
+            np.testing.assert_array_equal(np.flatnonzero(t2d), ids)
+            self.assertGreaterEqual(count[t2d].min(), count[~t2d].max())
+            held = members(out / f"vocab_mapping-{size}.pt")
+            self.assertEqual((held["data/0"], held["data/1"]), (d2t.tobytes(), t2d.tobytes()))
+        local = export("vocab-map", job.shards_path, "--model", MODEL, "--against", out / "t2d-100.npy", "--where", 'source == "odd"', "--json")
+        self.assertLess(local["tokens"], told["tokens"])
+        self.assertLess(local["against"]["coverage"], local["against"]["new_coverage"])
+        np.testing.assert_array_equal(np.flatnonzero(choose(np.array([0, 3, 3, 0, 9]), 4)[1]), [0, 1, 2, 4])  # ties and unused: lowest ids
+
+    def test_an_interrupted_export_goes_on_and_another_one_is_refused(self):
+        out, arguments = self.out("a"), ("--to", "speculators", "all", "--model", MODEL, "--json")
+        export("export", *arguments, "--out", out)
+        whole = {p.relative_to(out): p.read_bytes() for p in out.rglob("*") if p.is_file()}
+        for row in (3, 11):
+            os.unlink(out / "hidden_states" / f"hs_{row}.safetensors")
+        (out / "hidden_states/.hs_3.safetensors.partial").write_bytes(b"half")
+        self.assertEqual(export("export", *arguments, "--out", out)["written"], 2)
+        self.assertEqual({p.relative_to(out): p.read_bytes() for p in out.rglob("*") if p.is_file()}, whole)
+        for other, text in ((("--seed", 1), "seed is 0 there and 1 here"), (("--taps", "4"), "taps"), (("--where", 'source == "odd"'), "samples"), (("--rows-only",), "rows_only")):
+            self.assertIn(text, export("export", *arguments, *other, "--out", out, expect=2))
+        foreign = self.out("b")
+        foreign.mkdir()
+        (foreign / "mine.txt").write_text("x")
+        self.assertIn("not empty", export("export", *arguments, "--out", foreign, expect=2))
+
+    def test_what_cannot_be_exported_is_said(self):
+        self.assertIn("--model", export("export", "--to", "angelslim", "all", "--out", self.out("a"), expect=2))
+        self.assertIn("boundary k", export("export", "--to", "speculators", "all", "--taps", "3", "--out", self.out("b"), expect=2))
+        self.assertIn("nobody", export("export", "--to", "speculators", "nobody", "--out", self.out("c"), expect=1))
+        self.assertIn("at character 1", export("export", "--to", "speculators", "all", "--where", "sauce == 1", "--out", self.out("d"), expect=2))
+        self.assertIn("not both", export("export", "--to", "speculators", "all", job.shards_path, "--out", self.out("e"), expect=2))
+        self.assertIn("more than once", export("export", "--to", "speculators", "all", "all", "--out", self.out("f"), expect=2))
+        self.assertIn("--out must be given", export("export", "--to", "speculators", "all", expect=2))
+        without = served.run(PROMPTS[:2], name="without final", temperature=0, max_new_tokens=2, no_final=True)
+        self.assertIn("--no-final", export("export", "--to", "speculators", without.id, "--out", self.out("g"), expect=2))
+
+    def test_samples_without_a_target_are_named_and_no_rows(self):
+        done = export("export", "--to", "speculators", "tokens", "--out", self.out("a"), "--json")
+        self.assertEqual((done["rows"], done["left_out"]), (1, ["unsupervised"]))
+        self.assertEqual(json.loads((self.out("a") / "statetap-export.json").read_text())["left_out"], ["unsupervised"])
+
+    def test_rows_only(self):
+        export("export", "--to", "speculators", "all", "--rows-only", "--out", self.out("a"))
+        self.assertFalse((self.out("a") / "hidden_states").exists())
+        self.assertTrue((self.out("a") / "token_freq.pt").exists())
+        self.assertIn("--rows-only", export("export", "--to", "modelopt", "all", "--rows-only", "--out", self.out("b"), expect=2))
+
+    def test_head(self):
+        for flat, prefix in ((False, "language_model."), (True, "")):
+            out = self.out(f"head{flat}")
+            export("export", "--to", "head", "--model", MODEL, "--out", out, *(["--flat"] if flat else []))
+            head = Checkpoint(out)
+            for suffix in ("embed_tokens.weight", "lm_head.weight", "model.norm.weight"):
+                np.testing.assert_array_equal(head.bits(suffix), model.bits(suffix))
+            self.assertEqual(head.name_of("lm_head.weight"), prefix + "lm_head.weight")
+            self.assertNotIn("quantization_config", json.dumps(head.config))
+            self.assertEqual(head.config["model_type"], "deepseek_v3" if flat else "kimi_k25")
+            self.assertEqual(head.text["hidden_size"], HIDDEN)
+
+    def test_torch_files_hold_what_unpicklers_are_allowed_to_run(self):
+        export("export", "--to", "modelopt", "all", "--out", self.out("a"))
+        held = members(self.out("a") / "00000000.pt")
+        names = {argument for opcode, argument, _ in pickletools.genops(held["data.pkl"]) if opcode.name == "GLOBAL"}
+        self.assertEqual(names, {"torch._utils _rebuild_tensor_v2", "torch LongStorage", "torch BFloat16Storage", "collections OrderedDict"})
+
+
+if __name__ == "__main__":
+    unittest.main()

@@ -1,0 +1,142 @@
+"""FeatureStream and the collators: needs torch. Run by ctest as package_test.py is."""
+import json
+import pickle
+import sys
+import unittest
+import unittest.mock
+
+try:
+    import torch
+except ImportError:
+    print(f"{sys.executable} has no torch (scripts/setup.sh --trainers makes .venv-trainers with it): not tested")
+    sys.exit(77)
+import numpy as np
+import statetap
+from served import HIDDEN, LAYERS, ROOT, Served, by_h5py
+from statetap.collate import Pack, Pad, Shift
+from torch.utils.data import DataLoader
+
+PROMPTS = [json.loads(line) for line in (ROOT / "examples/prompts_64.jsonl").read_text().splitlines()]
+
+
+def setUpModule():
+    global served, jobs, stored
+    served = Served()
+    served.__enter__()
+    jobs = [served.run(PROMPTS[begin : begin + 20], name=f"part {begin}", temperature=0, max_new_tokens=8, eval_fraction=0.3) for begin in (0, 20)]
+    stored = {**by_h5py(jobs[0].shards_path), **by_h5py(jobs[1].shards_path)}
+
+
+def tearDownModule():
+    served.__exit__()
+
+
+def stream(**options):
+    return statetap.FeatureStream(jobs, server=served.address, **{"batch_size": 4, "seed": 3, **options})
+
+
+def ids(batches):
+    return [[sample.id for sample in batch] for batch in batches]
+
+
+class FeatureStreamTest(unittest.TestCase):
+    def test_every_sample_once_in_an_order_of_its_own_each_epoch(self):
+        features = stream()
+        self.assertEqual(len(features), 40)
+        epochs = [ids(features.batches()) for _ in range(2)]
+        self.assertEqual([sorted(sum(epoch, [])) for epoch in epochs], [sorted(stored)] * 2)
+        self.assertNotEqual(*epochs)
+        self.assertEqual(ids(stream().batches()), epochs[0])
+        self.assertNotEqual(ids(stream(seed=4).batches()), epochs[0])
+        for sample in stream():
+            self.assertEqual(sample.block.dtype, torch.bfloat16)
+            torch.testing.assert_close(sample.final_prenorm.float(), torch.from_numpy(stored[sample.id][LAYERS]), rtol=0, atol=0)
+
+    def test_workers_change_nothing_about_the_order(self):
+        alone = ids(stream().batches())
+        for workers in (1, 3):
+            self.assertEqual(ids(stream().batches(num_workers=workers)), alone)
+        loaded = [batch for batch in DataLoader(stream(), batch_size=4, collate_fn=list, num_workers=2)]
+        self.assertEqual(ids(loaded), alone)
+
+    def test_ranks_get_equal_counts_and_share_nothing(self):
+        ranks = [stream(rank=rank, world=3) for rank in range(3)]
+        self.assertEqual([len(r) for r in ranks], [12] * 3)
+        self.assertEqual(ranks[0].left_out, 4)
+        got = [sum(ids(r.batches(num_workers=2)), []) for r in ranks]
+        self.assertEqual([len(g) for g in got], [12] * 3)
+        self.assertEqual(len(set(sum(got, []))), 36)
+        with unittest.mock.patch.dict("os.environ", {"RANK": "1", "WORLD_SIZE": "3"}):
+            self.assertEqual(sum(ids(stream().batches()), []), got[1])
+        self.assertEqual({len(stream(rank=r, world=3)) * 3 + stream(rank=r, world=3).left_out for r in range(3)}, {40})
+
+    def test_training_goes_on_from_a_checkpoint(self):
+        whole = stream()
+        expected = ids(whole.batches()) + ids(whole.batches())
+        first = stream()
+        batches = first.batches(num_workers=2, prefetch_factor=2)  # workers are ahead of what the trainer had
+        got = ids(next(batches) for _ in range(3))
+        checkpoint = json.loads(json.dumps(first.state_dict()))
+        batches.close()
+        second = stream()
+        second.load_state_dict(checkpoint)
+        got += ids(second.batches(num_workers=1)) + ids(second.batches())
+        self.assertEqual(got, expected)
+        with self.assertRaisesRegex(ValueError, "seed is 4 here and 3 in the checkpoint"):
+            stream(seed=4).load_state_dict(checkpoint)
+
+    def test_where_taps_and_what_is_refused(self):
+        part = stream(where='split == "train"', taps=[4], batch_size=1)
+        self.assertEqual(len(part), len(list(served.client.samples(jobs[0], 'split == "train"'))) + len(list(served.client.samples(jobs[1], 'split == "train"'))))
+        self.assertEqual(next(iter(part)).boundaries, (4, LAYERS))
+        self.assertEqual(pickle.loads(pickle.dumps(part)).order(1), part.order(1))
+        for options, text in (({"batch_size": 0}, "batch_size 0"), ({"world": 41, "rank": 0}, "none has a batch"), ({"rank": 3, "world": 3}, "rank 3 of 3"),
+                              ({"rank": 1}, "together"), ({"where": "tokens < 0"}, "0 samples")):
+            with self.assertRaisesRegex(ValueError, text):
+                stream(**options)
+        running = served.client.submit(PROMPTS, name="running", temperature=0, max_new_tokens=200)
+        with self.assertRaisesRegex(ValueError, "wait=True"):
+            statetap.FeatureStream(running, server=served.address)
+
+
+class CollateTest(unittest.TestCase):
+    def setUp(self):
+        self.samples = [served.client.sample(jobs[0], prompt["id"]) for prompt in PROMPTS[:3]]
+
+    def test_padded_rows_keep_every_value_in_its_place(self):
+        batch = Pad(multiple=64)(self.samples)
+        longest = max(map(len, self.samples))
+        self.assertEqual(tuple(batch["hidden_states"].shape), (3, -(-longest // 64) * 64, 3 * HIDDEN))
+        for b, sample in enumerate(self.samples):
+            n = len(sample)
+            self.assertEqual(batch["input_ids"][b, :n].tolist(), sample.input_ids.tolist())
+            self.assertEqual(batch["loss_mask"][b].sum(), sample.loss_mask.sum())
+            self.assertEqual(batch["attention_mask"][b].tolist(), [1] * n + [0] * (batch["input_ids"].shape[1] - n))
+            np.testing.assert_array_equal(batch["hidden_states"][b, :n, HIDDEN : 2 * HIDDEN].float(), stored[sample.id][4])
+            np.testing.assert_array_equal(batch["target"][b, :n].float(), stored[sample.id][LAYERS])
+            self.assertEqual(batch["target"][b, n:].abs().sum(), 0)
+        with self.assertRaisesRegex(ValueError, "rows are 8 long"):
+            Pad(length=8)(self.samples)
+
+    def test_shortened_rows_hold_the_next_token_beside_the_taps(self):
+        sample = self.samples[0]
+        row, n = Pad(shift=Shift.SHORTEN)([sample]), len(sample) - 1
+        self.assertEqual(row["input_ids"][0].tolist(), sample.input_ids[1:].tolist())
+        self.assertEqual(row["loss_mask"][0].tolist(), sample.loss_mask[1:].tolist())
+        self.assertEqual(row["position_ids"][0].tolist(), list(range(1, n + 1)))
+        np.testing.assert_array_equal(row["hidden_states"][0, :, :HIDDEN].float(), stored[sample.id][2][:-1])
+        np.testing.assert_array_equal(row["target"][0].float(), stored[sample.id][LAYERS][1:])
+
+    def test_packed_samples_lie_one_after_another(self):
+        lengths = [len(s) for s in self.samples]
+        row = Pack(sum(lengths) + 5)(self.samples)
+        self.assertEqual(row["document_ids"][0].tolist(), [d for d, n in enumerate(lengths) for _ in range(n)] + [-1] * 5)
+        self.assertEqual(row["input_ids"][0, : lengths[0] + lengths[1]].tolist(), self.samples[0].input_ids.tolist() + self.samples[1].input_ids.tolist())
+        self.assertEqual(row["position_ids"][0, lengths[0]], 0)
+        with self.assertRaisesRegex(ValueError, "rows, 5 of"):
+            Pack(lengths[0] + 5)(self.samples)
+        self.assertEqual(Pack(lengths[0] + 5, cut=True)(self.samples[:2])["attention_mask"].sum(), lengths[0] + 5)
+
+
+if __name__ == "__main__":
+    unittest.main()
