@@ -4,7 +4,7 @@
 
 #include "client/cli/command.h"
 #include "client/cli/commands.h"
-#include "client/cli/suggest.h"
+#include "extractor/base/suggest.h"
 
 namespace statetap {
 namespace {
@@ -112,7 +112,7 @@ std::vector<Command> AllCommands() {
   add(ShardCommands());
   add({StatsCommand(), ViewCommand(), StreamCommand()});
   add(ModelCommands());
-  add({MakeCheckpointCommand()});
+  add({VerifyCommand(), MakeCheckpointCommand()});
   add(ManualCommands());
   return commands;
 }

@@ -17,6 +17,7 @@ Command StatsCommand();
 Command ViewCommand();
 Command StreamCommand();
 std::vector<Command> ModelCommands();  // model, ask
+Command VerifyCommand();
 Command MakeCheckpointCommand();
 std::vector<Command> ManualCommands();  // manual, completion
 

@@ -1,8 +1,10 @@
 #include "extractor/base/digest.h"
 
 #include <fmt/format.h>
-#include <openssl/sha.h>
+#include <openssl/evp.h>
 #include <xxhash.h>
+
+#include <array>
 
 namespace statetap {
 
@@ -30,12 +32,33 @@ uint64_t Xxh3Of(std::span<const std::byte> bytes) {
 
 std::string HexOf(uint64_t digest) { return fmt::format("{:016x}", digest); }
 
-std::string Sha256Hex(std::string_view content) {
-  unsigned char digest[SHA256_DIGEST_LENGTH];
-  SHA256(reinterpret_cast<const unsigned char*>(content.data()), content.size(), digest);
+struct Sha256::State {
+  EVP_MD_CTX* context = EVP_MD_CTX_new();
+  State() { EVP_DigestInit_ex(context, EVP_sha256(), nullptr); }
+  ~State() { EVP_MD_CTX_free(context); }
+  State(const State&) = delete;
+  State& operator=(const State&) = delete;
+};
+
+Sha256::Sha256() : state_(std::make_unique<State>()) {}
+Sha256::~Sha256() = default;
+
+void Sha256::Update(std::span<const std::byte> bytes) {
+  EVP_DigestUpdate(state_->context, bytes.data(), bytes.size());
+}
+
+std::string Sha256::Hex() {
+  std::array<unsigned char, 32> digest{};
+  EVP_DigestFinal_ex(state_->context, digest.data(), nullptr);
   std::string hex;
   for (const unsigned char byte : digest) hex += fmt::format("{:02x}", byte);
   return hex;
+}
+
+std::string Sha256Hex(std::string_view content) {
+  Sha256 sha;
+  sha.Update(std::as_bytes(std::span(content)));
+  return sha.Hex();
 }
 
 }  // namespace statetap

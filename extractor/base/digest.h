@@ -28,7 +28,20 @@ class Xxh3 {
 
 uint64_t Xxh3Of(std::span<const std::byte> bytes);
 std::string HexOf(uint64_t digest);  // 16 lower-case digits
-// Lower-case hex of SHA-256.
+
+// SHA-256, fed in pieces.
+class Sha256 {
+ public:
+  Sha256();
+  ~Sha256();
+  void Update(std::span<const std::byte> bytes);
+  std::string Hex();  // 64 lower-case digits. Ends it: nothing can be added.
+
+ private:
+  struct State;
+  std::unique_ptr<State> state_;
+};
+
 std::string Sha256Hex(std::string_view content);
 
 }  // namespace statetap

@@ -92,7 +92,14 @@ absl::Status CheckInventory(const ModelConfig& config, bool quantized, const Ten
 absl::Status CheckStoredShapes(const ModelConfig& config, const TensorTable& table) {
   std::vector<const TensorInfo*> tensors;
   for (const auto& [name, info] : table.tensors) {
-    if (name.ends_with(".weight_shape")) tensors.push_back(&info);
+    if (!name.ends_with(".weight_shape")) continue;
+    if (!Accepts(TensorKind::kShape, info.dtype) || info.shape != std::vector<int64_t>{2}) {
+      return absl::InvalidArgumentError(
+          fmt::format("{}: {} is {}, expected {}", table.files[info.file].string(), name,
+                      Describe(NameOf(info.dtype), info.shape),
+                      Describe(AcceptedTypes(TensorKind::kShape), {2})));
+    }
+    tensors.push_back(&info);
   }
   std::vector<ShapeBytes> bytes(tensors.size());
   std::vector<SmallRead> reads;

@@ -25,14 +25,6 @@ absl::StatusOr<Json> ReadJson(const fs::path& path) {
   return json;
 }
 
-absl::StatusOr<ModelConfig> ReadConfig(const fs::path& folder) {
-  const fs::path path = folder / "config.json";
-  STATETAP_ASSIGN_OR_RETURN(const Json json, ReadJson(path));
-  auto config = ParseModelConfig(json);
-  if (!config.ok()) return WithContext(config.status(), path.string());
-  return config;
-}
-
 // eos_token_id of generation_config.json, a number or a list; empty where there is none.
 absl::StatusOr<std::vector<int32_t>> ReadGenerationStops(const fs::path& folder, int vocab) {
   const fs::path path = folder / "generation_config.json";
@@ -55,6 +47,14 @@ absl::StatusOr<std::vector<int32_t>> ReadGenerationStops(const fs::path& folder,
 
 }  // namespace
 
+absl::StatusOr<ModelConfig> ReadModelConfig(const fs::path& folder) {
+  const fs::path path = folder / "config.json";
+  STATETAP_ASSIGN_OR_RETURN(const Json json, ReadJson(path));
+  auto config = ParseModelConfig(json);
+  if (!config.ok()) return WithContext(config.status(), path.string());
+  return config;
+}
+
 absl::StatusOr<CheckpointIndex> CheckpointIndex::Open(const fs::path& path) {
   std::error_code ignored;
   if (!fs::is_directory(path, ignored)) {
@@ -63,7 +63,7 @@ absl::StatusOr<CheckpointIndex> CheckpointIndex::Open(const fs::path& path) {
   CheckpointIndex index;
   STATETAP_ASSIGN_OR_RETURN(index.folder_, SnapshotOf(path));
   index.name_ = ModelName(index.folder_);
-  STATETAP_ASSIGN_OR_RETURN(index.config_, ReadConfig(index.folder_));
+  STATETAP_ASSIGN_OR_RETURN(index.config_, ReadModelConfig(index.folder_));
   STATETAP_ASSIGN_OR_RETURN(index.stop_ids_,
                             ReadGenerationStops(index.folder_, index.config_.vocab));
   index.stop_ids_.insert(index.stop_ids_.end(), index.config_.eos_ids.begin(),

@@ -67,4 +67,7 @@ class CheckpointIndex {
   std::vector<int32_t> stop_ids_;
 };
 
+// ParseModelConfig of `folder`/config.json; messages start with its path.
+absl::StatusOr<ModelConfig> ReadModelConfig(const std::filesystem::path& folder);
+
 }  // namespace statetap

@@ -179,20 +179,25 @@ class HeaderSax : public Sax {
   int num_offsets_ = 0;
 };
 
-class WeightMapSax : public Sax {
+class IndexSax : public Sax {
  public:
-  std::vector<std::pair<std::string, std::string>> pairs;
+  IndexJson index;
   bool has_map = false;
 
   bool null() override { return Other("null"); }
   bool boolean(bool) override { return Other("true or false"); }
   bool number_integer(number_integer_t) override { return Other("a number"); }
-  bool number_unsigned(number_unsigned_t) override { return Other("a number"); }
+  bool number_unsigned(number_unsigned_t value) override {
+    if (at_total_ && depth_ == 2 && value <= uint64_t{INT64_MAX}) {
+      index.total_size = static_cast<int64_t>(value);
+    }
+    return Other("a number");
+  }
   bool number_float(number_float_t, const string_t&) override { return Other("a number"); }
   bool string(string_t& value) override {
     if (!InMap()) return Other("a string");
     if (!CheckName(value)) return false;
-    pairs.back().second = std::move(value);
+    index.weight_map.back().second = std::move(value);
     return true;
   }
   bool start_object(size_t) override { return Open("an object"); }
@@ -202,12 +207,14 @@ class WeightMapSax : public Sax {
   bool key(string_t& key) override {
     if (depth_ == 1) {
       at_map_ = key == "weight_map";
+      at_metadata_ = key == "metadata";
       if (at_map_ && has_map) return Refuse("weight_map twice");
       has_map |= at_map_;
     } else if (InMap()) {
       if (!CheckName(key)) return false;
-      pairs.emplace_back(std::move(key), "");
+      index.weight_map.emplace_back(std::move(key), "");
     }
+    at_total_ = at_metadata_ && depth_ == 2 && key == "total_size";
     return true;
   }
 
@@ -230,7 +237,7 @@ class WeightMapSax : public Sax {
   }
 
   int depth_ = 0;
-  bool at_map_ = false;
+  bool at_map_ = false, at_metadata_ = false, at_total_ = false;
 };
 
 }  // namespace
@@ -245,12 +252,11 @@ absl::StatusOr<std::vector<HeaderTensor>> ParseHeaderJson(std::string_view text)
   return std::move(sax.tensors);
 }
 
-absl::StatusOr<std::vector<std::pair<std::string, std::string>>> ParseWeightMap(
-    std::string_view text) {
-  WeightMapSax sax;
+absl::StatusOr<IndexJson> ParseIndexJson(std::string_view text) {
+  IndexSax sax;
   STATETAP_RETURN_IF_ERROR(sax.Parse(text));
   if (!sax.has_map) return absl::InvalidArgumentError("weight_map missing");
-  return std::move(sax.pairs);
+  return std::move(sax.index);
 }
 
 }  // namespace statetap

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -23,8 +24,12 @@ struct HeaderTensor {
 // Anything else is INVALID_ARGUMENT with its place. Values are not judged here.
 absl::StatusOr<std::vector<HeaderTensor>> ParseHeaderJson(std::string_view text);
 
-// {"metadata": …, "weight_map": {"tensor": "file", …}}: the pairs of weight_map in their order.
-absl::StatusOr<std::vector<std::pair<std::string, std::string>>> ParseWeightMap(
-    std::string_view text);
+struct IndexJson {
+  std::vector<std::pair<std::string, std::string>> weight_map;  // tensor, file; as written
+  std::optional<int64_t> total_size;                            // metadata.total_size, bytes
+};
+
+// {"metadata": {"total_size": 12}, "weight_map": {"tensor": "file", …}}.
+absl::StatusOr<IndexJson> ParseIndexJson(std::string_view text);
 
 }  // namespace statetap

@@ -18,9 +18,6 @@ namespace fs = std::filesystem;
 constexpr std::string_view kIndexFile = "model.safetensors.index.json";
 constexpr int64_t kMaxIndexBytes = int64_t{256} << 20;
 
-// What an index says: tensor → file. Empty for a single file.
-using WeightMap = std::unordered_map<std::string, std::string>;
-
 bool Exists(const fs::path& path) {
   std::error_code ignored;
   return fs::exists(path, ignored);
@@ -36,33 +33,11 @@ std::optional<std::string> UsedName(std::string_view stored, const ModelConfig& 
   return prediction ? std::nullopt : name;
 }
 
-absl::StatusOr<WeightMap> ReadIndex(const fs::path& path) {
-  STATETAP_ASSIGN_OR_RETURN(const std::string text, ReadWholeFile(path, kMaxIndexBytes));
-  auto pairs = ParseWeightMap(text);
-  if (!pairs.ok()) return WithContext(pairs.status(), path.string());
-  WeightMap map;
-  map.reserve(pairs->size());
-  for (auto& [tensor, file] : *pairs) {
-    // Files lie beside the index; a path that leads elsewhere is no checkpoint's.
-    if (file.empty() || file.find('/') != std::string::npos || file == "." || file == "..") {
-      return absl::InvalidArgumentError(fmt::format(
-          "{}: tensor {} is said to be in \"{}\"; the name of a file in the same folder is needed",
-          path.string(), tensor, file));
-    }
-    const auto [at, added] = map.try_emplace(std::move(tensor), std::move(file));
-    if (!added) {
-      return absl::InvalidArgumentError(
-          fmt::format("{}: tensor {} is given twice", path.string(), at->first));
-    }
-  }
-  return map;
-}
-
 // Names of the files to open, in order.
-absl::StatusOr<std::vector<std::string>> FilesOf(const fs::path& folder, const WeightMap& map,
+absl::StatusOr<std::vector<std::string>> FilesOf(const fs::path& folder, const WeightIndex& index,
                                                  const ModelConfig& config) {
   std::map<std::string, std::string> files;  // → a tensor in it
-  for (const auto& [tensor, file] : map) {
+  for (const auto& [tensor, file] : index.files) {
     if (UsedName(tensor, config)) files.try_emplace(file, tensor);
   }
   std::vector<std::string> names;
@@ -74,20 +49,6 @@ absl::StatusOr<std::vector<std::string>> FilesOf(const fs::path& folder, const W
     names.push_back(file);
   }
   return names;
-}
-
-absl::StatusOr<std::string> SingleFile(const fs::path& folder) {
-  if (Exists(folder / "model.safetensors")) return "model.safetensors";
-  std::vector<std::string> found;
-  std::error_code error;
-  for (const auto& entry : fs::directory_iterator(folder, error)) {
-    if (entry.path().extension() == ".safetensors") found.push_back(entry.path().filename());
-  }
-  if (found.size() == 1) return found.front();
-  return absl::NotFoundError(fmt::format(
-      "{} has neither {} nor model.safetensors ({} files end in .safetensors); other formats are "
-      "not read",
-      folder.string(), kIndexFile, found.size()));
 }
 
 absl::StatusOr<TensorInfo> MakeInfo(const SafetensorsEntry& entry, std::string name, int file) {
@@ -106,7 +67,7 @@ absl::StatusOr<TensorInfo> MakeInfo(const SafetensorsEntry& entry, std::string n
 
 class TableReader {
  public:
-  TableReader(const fs::path& folder, const ModelConfig& config, const WeightMap* index)
+  TableReader(const fs::path& folder, const ModelConfig& config, const WeightIndex* index)
       : folder_(folder), config_(config), index_(index) {}
 
   absl::Status Add(const std::string& file) {
@@ -137,8 +98,8 @@ class TableReader {
  private:
   absl::Status AddEntry(const std::string& file, const SafetensorsEntry& entry) {
     if (index_ != nullptr) {
-      const auto listed = index_->find(entry.name);
-      if (listed == index_->end()) {
+      const auto listed = index_->files.find(entry.name);
+      if (listed == index_->files.end()) {
         return absl::InvalidArgumentError(
             fmt::format("tensor {} is not in {}", entry.name, kIndexFile));
       }
@@ -163,7 +124,7 @@ class TableReader {
 
   absl::Status CheckIndex() const {
     FaultList absent;
-    for (const auto& [tensor, file] : *index_) {
+    for (const auto& [tensor, file] : index_->files) {
       const std::optional<std::string> name = UsedName(tensor, config_);
       if (name && !table_.tensors.contains(*name)) {
         absent.Add(fmt::format("{} in {}", tensor, file));
@@ -176,21 +137,59 @@ class TableReader {
 
   const fs::path& folder_;
   const ModelConfig& config_;
-  const WeightMap* index_;  // null for a single file
+  const WeightIndex* index_;  // null for a single file
   TensorTable table_;
   int64_t prediction_tensors_ = 0;
 };
 
 }  // namespace
 
+absl::StatusOr<WeightIndex> ReadWeightIndex(const fs::path& folder) {
+  const fs::path path = folder / kIndexFile;
+  if (!Exists(path)) return WeightIndex();
+  STATETAP_ASSIGN_OR_RETURN(const std::string text, ReadWholeFile(path, kMaxIndexBytes));
+  auto json = ParseIndexJson(text);
+  if (!json.ok()) return WithContext(json.status(), path.string());
+  WeightIndex index{.files = {}, .total_size = json->total_size};
+  index.files.reserve(json->weight_map.size());
+  for (auto& [tensor, file] : json->weight_map) {
+    // Files lie beside the index; a path that leads elsewhere is no checkpoint's.
+    if (file.empty() || file.find('/') != std::string::npos || file == "." || file == "..") {
+      return absl::InvalidArgumentError(fmt::format(
+          "{}: tensor {} is said to be in \"{}\"; the name of a file in the same folder is needed",
+          path.string(), tensor, file));
+    }
+    const auto [at, added] = index.files.try_emplace(std::move(tensor), std::move(file));
+    if (!added) {
+      return absl::InvalidArgumentError(
+          fmt::format("{}: tensor {} is given twice", path.string(), at->first));
+    }
+  }
+  return index;
+}
+
+absl::StatusOr<std::string> SingleWeightFile(const fs::path& folder) {
+  if (Exists(folder / "model.safetensors")) return "model.safetensors";
+  std::vector<std::string> found;
+  std::error_code error;
+  for (const auto& entry : fs::directory_iterator(folder, error)) {
+    if (entry.path().extension() == ".safetensors") found.push_back(entry.path().filename());
+  }
+  if (found.size() == 1) return found.front();
+  return absl::NotFoundError(fmt::format(
+      "{} has neither {} nor model.safetensors ({} files end in .safetensors); other formats are "
+      "not read",
+      folder.string(), kIndexFile, found.size()));
+}
+
 absl::StatusOr<TensorTable> ReadTensorTable(const fs::path& folder, const ModelConfig& config) {
   if (!Exists(folder / kIndexFile)) {
-    STATETAP_ASSIGN_OR_RETURN(const std::string file, SingleFile(folder));
+    STATETAP_ASSIGN_OR_RETURN(const std::string file, SingleWeightFile(folder));
     TableReader reader(folder, config, nullptr);
     STATETAP_RETURN_IF_ERROR(reader.Add(file));
     return reader.Finish();
   }
-  STATETAP_ASSIGN_OR_RETURN(const WeightMap index, ReadIndex(folder / kIndexFile));
+  STATETAP_ASSIGN_OR_RETURN(const WeightIndex index, ReadWeightIndex(folder));
   STATETAP_ASSIGN_OR_RETURN(const auto files, FilesOf(folder, index, config));
   TableReader reader(folder, config, &index);
   for (const std::string& file : files) STATETAP_RETURN_IF_ERROR(reader.Add(file));

@@ -141,11 +141,12 @@ TEST(HostileSafetensorsTest, DeepAndWideHeadersAreRefusedAtOnce) {
 TEST(HostileWeightMapTest, FlipsAndTruncations) {
   const std::string json =
       R"({"metadata":{"total_size":7,"x":[1,{"y":null}]},"weight_map":{"a":"f","b":"g"},"z":2.5})";
-  ASSERT_OK_AND_ASSIGN(const auto pairs, ParseWeightMap(json));
-  ASSERT_EQ(pairs.size(), 2u);
-  EXPECT_EQ(pairs[1], (std::pair<std::string, std::string>("b", "g")));
+  ASSERT_OK_AND_ASSIGN(const IndexJson index, ParseIndexJson(json));
+  ASSERT_EQ(index.weight_map.size(), 2u);
+  EXPECT_EQ(index.total_size, 7);
+  EXPECT_EQ(index.weight_map[1], (std::pair<std::string, std::string>("b", "g")));
   for (size_t size = 0; size < json.size(); ++size) {
-    ASSERT_FALSE(ParseWeightMap(json.substr(0, size)).ok()) << size;
+    ASSERT_FALSE(ParseIndexJson(json.substr(0, size)).ok()) << size;
   }
   std::mt19937 random(30);
   for (int round = 0; round < 20'000; ++round) {
@@ -153,16 +154,16 @@ TEST(HostileWeightMapTest, FlipsAndTruncations) {
     for (uint32_t flips = 1 + random() % 3; flips > 0; --flips) {
       damaged[random() % damaged.size()] ^= static_cast<char>(1u << random() % 8);
     }
-    const auto parsed = ParseWeightMap(damaged);
+    const auto parsed = ParseIndexJson(damaged);
     if (!parsed.ok()) continue;
-    ASSERT_LE(parsed->size(), 3u);
+    ASSERT_LE(parsed->weight_map.size(), 3u);
   }
   for (const char* bad : {"{}", "[]", "3", "null", R"({"weight_map":3})", R"({"weight_map":[]})",
                           R"({"weight_map":{"a":3}})", R"({"weight_map":{"a":{}}})",
                           R"({"weight_map":{},"weight_map":{}})"}) {
-    EXPECT_FALSE(ParseWeightMap(bad).ok()) << bad;
+    EXPECT_FALSE(ParseIndexJson(bad).ok()) << bad;
   }
-  EXPECT_FALSE(ParseWeightMap("{\"x\":" + std::string(1'000'000, '[')).ok());
+  EXPECT_FALSE(ParseIndexJson("{\"x\":" + std::string(1'000'000, '[')).ok());
 }
 
 class HostileFolderTest : public ::testing::Test {

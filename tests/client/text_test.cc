@@ -5,10 +5,10 @@
 #include "client/cli/format.h"
 #include "client/cli/plot.h"
 #include "client/cli/progress.h"
-#include "client/cli/suggest.h"
 #include "client/cli/table.h"
 #include "client/cli/text_width.h"
 #include "client/cli/token_text.h"
+#include "extractor/base/suggest.h"
 #include "tests/support/status_matchers.h"
 
 namespace statetap {

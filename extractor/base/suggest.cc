@@ -1,4 +1,4 @@
-#include "client/cli/suggest.h"
+#include "extractor/base/suggest.h"
 
 #include <algorithm>
 
@@ -22,9 +22,12 @@ int EditDistance(std::string_view a, std::string_view b) {
 }
 
 std::string Nearest(std::string_view word, const std::vector<std::string>& known) {
+  constexpr size_t kLongest = 256;  // the work grows with the square
+  if (word.size() > kLongest) return "";
   std::string best;
   int best_distance = std::max(1, static_cast<int>(word.size()) / 3) + 1;
   for (const std::string& candidate : known) {
+    if (candidate.size() >= word.size() + static_cast<size_t>(best_distance)) continue;
     const int distance = EditDistance(word, candidate);
     if (distance < best_distance) {
       best = candidate;

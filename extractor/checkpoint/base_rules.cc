@@ -1,0 +1,327 @@
+#include "extractor/checkpoint/base_rules.h"
+
+#include <fmt/ranges.h>
+
+#include <map>
+#include <set>
+#include <system_error>
+#include <unordered_map>
+
+#include "extractor/base/suggest.h"
+#include "extractor/checkpoint/checkpoint_check.h"
+#include "extractor/checkpoint/checkpoint_index.h"
+#include "extractor/checkpoint/fault_list.h"
+#include "extractor/checkpoint/hf_cache.h"
+#include "extractor/checkpoint/int4.h"
+#include "extractor/checkpoint/name_pattern.h"
+#include "extractor/checkpoint/safetensors.h"
+#include "extractor/checkpoint/tensor_inventory.h"
+#include "extractor/checkpoint/tensor_table.h"
+#include "extractor/checkpoint/weight_scan.h"
+
+namespace statetap {
+namespace {
+
+namespace fs = std::filesystem;
+
+std::string Describe(std::string_view type, const std::vector<int64_t>& shape) {
+  return fmt::format("{} [{}]", type, fmt::join(shape, ", "));
+}
+
+std::string Count(int64_t count, std::string_view what) {
+  return fmt::format("{} {}{}", count, what, count == 1 ? "" : "s");
+}
+
+// The files of a checkpoint and what their headers hold, as far as they can be read.
+class Inventory {
+ public:
+  absl::Status Read(const fs::path& folder, RuleReport& report) {
+    STATETAP_ASSIGN_OR_RETURN(index_, ReadWeightIndex(folder));
+    std::set<std::string> files;
+    if (index_.files.empty()) {
+      STATETAP_ASSIGN_OR_RETURN(const std::string file, SingleWeightFile(folder));
+      files.insert(file);
+    }
+    for (const auto& [tensor, file] : index_.files) files.insert(file);
+    for (const std::string& file : files) ReadFile(folder, file, report);
+    AddFilesRow(folder, static_cast<int64_t>(files.size()), report);
+    AddIndexRow(report);
+    return absl::OkStatus();
+  }
+
+  const TensorTable& text() const { return text_; }  // INT4, norms, … by our names
+  bool Absent(std::string_view name) const { return absent_.contains(std::string(name)); }
+  const std::map<std::string, std::pair<int64_t, int64_t>>& skipped() const { return skipped_; }
+  const FaultList& foreign_types() const { return foreign_types_; }
+  int64_t tensors() const { return tensors_; }
+  int64_t bytes() const { return bytes_; }
+  const std::vector<fs::path>& whole_files() const { return text_.files; }
+
+ private:
+  void ReadFile(const fs::path& folder, const std::string& file, RuleReport& report) {
+    const fs::path path = folder / file;
+    std::error_code ignored;
+    absl::StatusOr<std::vector<SafetensorsEntry>> entries = absl::NotFoundError("not there");
+    if (!fs::exists(path, ignored)) {
+      missing_.Add(file);
+    } else if (entries = ReadSafetensorsHeader(path); !entries.ok()) {
+      report.Add({Verdict::kFault, file, fmt::format("{} bytes", fs::file_size(path, ignored)),
+                  "a whole safetensors file", std::string(MessageOf(entries.status()))});
+    }
+    if (!entries.ok()) {
+      for (const auto& [tensor, in] : index_.files) {
+        if (in != file) continue;
+        if (const auto name = TextTensorName(tensor)) absent_.insert(*name);
+      }
+      return;
+    }
+    text_.files.push_back(path);
+    for (const SafetensorsEntry& entry : *entries) AddEntry(file, entry);
+  }
+
+  void AddEntry(const std::string& file, const SafetensorsEntry& entry) {
+    ++tensors_;
+    bytes_ += entry.size_bytes;
+    if (!index_.files.empty()) {
+      const auto listed = index_.files.find(entry.name);
+      if (listed == index_.files.end()) {
+        disagree_.Add(fmt::format("{} in {} is not listed", entry.name, file));
+      } else if (listed->second != file) {
+        disagree_.Add(fmt::format("{} is in {}, not in {}", entry.name, file, listed->second));
+      }
+      ++found_[entry.name];
+    }
+    const std::optional<std::string> name = TextTensorName(entry.name);
+    if (!name) {
+      auto& [count, bytes] = skipped_[entry.name.substr(0, entry.name.find('.'))];
+      ++count;
+      bytes += entry.size_bytes;
+      return;
+    }
+    const std::optional<DType> dtype = DTypeOfSafetensors(entry.dtype);
+    if (!dtype) return foreign_types_.Add(fmt::format("{} is {}", entry.name, entry.dtype));
+    const bool added =
+        text_.tensors
+            .try_emplace(*name, TensorInfo{.name = *name,
+                                           .dtype = *dtype,
+                                           .shape = entry.shape,
+                                           .file = static_cast<int>(text_.files.size()) - 1,
+                                           .offset = entry.offset,
+                                           .size_bytes = entry.size_bytes})
+            .second;
+    if (!added) disagree_.Add(fmt::format("{} in {} is there a second time", entry.name, file));
+  }
+
+  void AddFilesRow(const fs::path& folder, int64_t files, RuleReport& report) const {
+    const auto whole = static_cast<int64_t>(text_.files.size());
+    RuleRow row{Verdict::kOk, "files", fmt::format("{} of {} whole", whole, files),
+                fmt::format("{} whole", files), fmt::format("{} bytes of tensors", bytes_)};
+    if (whole < files) {
+      row.verdict = Verdict::kFault;
+      row.why = missing_.empty() ? "damaged, see above" : "not there: " + missing_.Text();
+      const int64_t parts = UnfinishedDownloads(folder);
+      if (parts > 0) {
+        row.why += fmt::format("; the download has {}", Count(parts, "unfinished part"));
+      }
+    }
+    report.Add(std::move(row));
+  }
+
+  // Of a Hugging Face cache: blobs/*.incomplete beside snapshots/.
+  static int64_t UnfinishedDownloads(const fs::path& folder) {
+    std::error_code error;
+    int64_t parts = 0;
+    for (const auto& entry :
+         fs::directory_iterator(folder.parent_path().parent_path() / "blobs", error)) {
+      parts += entry.path().extension() == ".incomplete";
+    }
+    return parts;
+  }
+
+  void AddIndexRow(RuleReport& report) const {
+    if (index_.files.empty()) return;
+    RuleRow row{Verdict::kOk, "index", Count(tensors_, "tensor"),
+                Count(static_cast<int64_t>(index_.files.size()), "tensor"),
+                "files and index name each other's tensors"};
+    if (!disagree_.empty()) {
+      row.verdict = Verdict::kFault;
+      row.why = disagree_.Text();
+    } else if (found_.size() != index_.files.size()) {
+      row.verdict = Verdict::kFault;
+      row.why = "the rest is in files that are missing or damaged, or in none";
+    }
+    report.Add(std::move(row));
+    // Some writers count shared or packed tensors otherwise: worth a look, no fault.
+    if (index_.total_size) {
+      report.Add({bytes_ == *index_.total_size ? Verdict::kOk : Verdict::kWarning,
+                  "index total_size", fmt::format("{} bytes", bytes_),
+                  fmt::format("{} bytes", *index_.total_size), "all tensors together"});
+    }
+  }
+
+  WeightIndex index_;
+  TensorTable text_;
+  std::set<std::string> absent_;  // text tensors of files that cannot be read
+  std::unordered_map<std::string, int> found_;
+  std::map<std::string, std::pair<int64_t, int64_t>> skipped_;  // first part → count, bytes
+  FaultList missing_, disagree_, foreign_types_;
+  int64_t tensors_ = 0, bytes_ = 0;
+};
+
+// Tensors of one pattern.
+struct Group {
+  NumberRanges ranges;
+  int64_t expected = 0, found = 0, absent = 0;
+  std::string expected_as, found_as;
+  FaultList missing, misshapen;
+};
+
+class TensorRules {
+ public:
+  TensorRules(const ModelConfig& config, const Inventory& inventory)
+      : config_(config), inventory_(inventory), unused_(inventory.text().tensors) {}
+
+  void Run(RuleReport& report) {
+    const bool quantized = IsQuantized(inventory_.text().tensors);
+    ForEachTensor(config_, quantized, [&](const ExpectedTensor& expected) {
+      Visit(expected);
+      return true;
+    });
+    for (const std::string& pattern : order_) AddRow(pattern, groups_.at(pattern), report);
+    AddLeftOver(report);
+    for (const auto& [part, sizes] : inventory_.skipped()) {
+      report.Add({Verdict::kNote, part + ".*", Count(sizes.first, "tensor"), "not used",
+                  fmt::format("no part of the text model; {} bytes", sizes.second)});
+    }
+    if (!inventory_.foreign_types().empty()) {
+      report.Add({Verdict::kFault, "dtypes", inventory_.foreign_types().Text(), "known types",
+                  "no text tensor has such a type"});
+    }
+    report.Add({Verdict::kNote, "text model", Count(matched_, "tensor"), Count(expected_, "tensor"),
+                fmt::format("{} bytes, {} parameters{}", bytes_, parameters_,
+                            quantized ? ", routed experts INT4" : "")});
+  }
+
+ private:
+  void Visit(const ExpectedTensor& expected) {
+    ++expected_;
+    NumberedName name = SplitNumbers(expected.name);
+    const auto [at, added] = groups_.try_emplace(name.pattern);
+    if (added) order_.push_back(name.pattern);
+    Group& group = at->second;
+    group.ranges.Add(name.numbers);
+    ++group.expected;
+    if (group.expected_as.empty()) {
+      group.expected_as = Describe(AcceptedTypes(expected.kind), expected.shape);
+    }
+    const auto found = inventory_.text().tensors.find(expected.name);
+    if (found == inventory_.text().tensors.end()) {
+      if (inventory_.Absent(expected.name)) {
+        ++group.absent;
+      } else {
+        group.missing.Add(expected.name);
+      }
+      return;
+    }
+    unused_.erase(expected.name);
+    ++matched_;
+    Note(expected, found->second, group);
+  }
+
+  void Note(const ExpectedTensor& expected, const TensorInfo& info, Group& group) {
+    ++group.found;
+    bytes_ += info.size_bytes;
+    if (expected.kind != TensorKind::kScale && expected.kind != TensorKind::kShape) {
+      const int64_t elements = info.size_bytes / static_cast<int64_t>(SizeOf(info.dtype));
+      parameters_ += expected.kind == TensorKind::kPacked ? elements * kInt4PerWord : elements;
+    }
+    if (group.found_as.empty()) group.found_as = Describe(NameOf(info.dtype), info.shape);
+    if (Accepts(expected.kind, info.dtype) && info.shape == expected.shape) return;
+    group.misshapen.Add(
+        fmt::format("{} is {}", expected.name, Describe(NameOf(info.dtype), info.shape)));
+  }
+
+  static void AddRow(const std::string& pattern, const Group& group, RuleReport& report) {
+    RuleRow row{Verdict::kOk, group.ranges.Text(pattern),
+                fmt::format("{} × {}", group.found, group.found_as),
+                fmt::format("{} × {}", group.expected, group.expected_as), ""};
+    if (group.found == 0) row.found = "missing";
+    if (group.absent > 0) row.why = fmt::format("{} in files that are not whole", group.absent);
+    if (!group.missing.empty()) row.why += "; missing: " + group.missing.Text();
+    if (!group.misshapen.empty()) row.why += "; " + group.misshapen.Text();
+    if (row.why.starts_with("; ")) row.why.erase(0, 2);
+    if (!row.why.empty()) row.verdict = Verdict::kFault;
+    report.Add(std::move(row));
+  }
+
+  void AddLeftOver(RuleReport& report) const {
+    std::map<std::string, std::pair<NumberRanges, int64_t>> strangers;
+    int64_t prediction = 0;
+    for (const auto& [name, info] : unused_) {
+      const int layer = LayerOf(name);
+      if (layer >= config_.num_layers && layer < config_.num_layers + config_.num_mtp_layers) {
+        ++prediction;
+        continue;
+      }
+      if (info.size_bytes == 0) continue;  // a part that is not there, as some writers say it
+      const NumberedName split = SplitNumbers(name);
+      auto& [ranges, count] = strangers[split.pattern];
+      ranges.Add(split.numbers);
+      ++count;
+    }
+    if (prediction > 0) {
+      report.Add({Verdict::kNote, "multi-token prediction", Count(prediction, "tensor"), "not used",
+                  fmt::format("{} behind the last", Count(config_.num_mtp_layers, "layer"))});
+    }
+    for (const auto& [pattern, stranger] : strangers) {
+      const std::string near = Nearest(pattern, order_);
+      report.Add({Verdict::kFault, stranger.first.Text(pattern), Count(stranger.second, "tensor"),
+                  "not called for by config.json",
+                  near.empty() ? "" : fmt::format("did you mean {}?", near)});
+    }
+  }
+
+  const ModelConfig& config_;
+  const Inventory& inventory_;
+  TensorMap unused_;
+  std::map<std::string, Group> groups_;
+  std::vector<std::string> order_;
+  int64_t expected_ = 0, matched_ = 0, bytes_ = 0, parameters_ = 0;
+};
+
+}  // namespace
+
+absl::StatusOr<RuleReport> VerifyCheckpoint(const fs::path& path, const BaseCheck& check) {
+  std::error_code ignored;
+  if (!fs::is_directory(path, ignored)) {
+    return absl::NotFoundError(fmt::format("{} is no folder", path.string()));
+  }
+  STATETAP_ASSIGN_OR_RETURN(const fs::path folder, SnapshotOf(path));
+  RuleReport report;
+  const absl::StatusOr<ModelConfig> config = ReadModelConfig(folder);
+  if (absl::IsNotFound(config.status())) return config.status();
+  if (config.ok()) {
+    report.Add({Verdict::kOk, "config.json",
+                fmt::format("{} layers of hidden {}", config->num_layers, config->hidden),
+                "the DeepSeek-V3 family", config->architecture});
+  } else {
+    report.Add({Verdict::kFault, "config.json", "refused", "the DeepSeek-V3 family",
+                std::string(MessageOf(config.status()))});
+  }
+  Inventory inventory;
+  if (const absl::Status status = inventory.Read(folder, report); !status.ok()) {
+    report.Add({Verdict::kFault, "files", "unreadable", "safetensors files",
+                std::string(MessageOf(status))});
+    return report;
+  }
+  if (config.ok()) TensorRules(*config, inventory).Run(report);
+  if (check.digests) {
+    STATETAP_RETURN_IF_ERROR(AddDigestRows(inventory.whole_files(), check.progress, report));
+  }
+  if (check.deep && config.ok()) {
+    STATETAP_RETURN_IF_ERROR(AddScanRows(*config, inventory.text(), check.progress, report));
+  }
+  return report;
+}
+
+}  // namespace statetap
