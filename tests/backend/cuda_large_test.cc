@@ -107,13 +107,13 @@ TEST(CudaLargeTest, SwiGlu) {
     gate.SetRow(row, SomeRow(static_cast<uint32_t>(row)));
     up.SetRow(row, SomeRow(99));
   }
-  SwiGlu(gate.data(), up.data(), static_cast<int64_t>(kCount), stream.get());
+  SwiGlu(gate.data(), up.data(), gate.data(), static_cast<int64_t>(kCount), stream.get());
   for (const int row : kMarked) {
     Sheet alone(kWidth), other(kWidth);
     alone.SetRow(0, SomeRow(static_cast<uint32_t>(row)));
     other.SetRow(0, SomeRow(99));
     Check(cudaDeviceSynchronize());
-    SwiGlu(alone.data(), other.data(), kWidth, stream.get());
+    SwiGlu(alone.data(), other.data(), alone.data(), kWidth, stream.get());
     EXPECT_EQ(gate.Row(row), alone.Row(0)) << row;
   }
 }

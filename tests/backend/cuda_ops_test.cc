@@ -187,8 +187,11 @@ TEST_F(CudaOpsTest, LatentProject) {
   }
 }
 
+using Kernels = CudaOptions::Kernels;
+
 struct AttentionShape {
   int heads, query, lora, nope, rope, v, hidden;
+  Kernels kernels = Kernels::kAuto;
 };
 
 class CudaAttentionTest : public CudaOpsTest, public ::testing::WithParamInterface<AttentionShape> {
@@ -200,6 +203,7 @@ class CudaAttentionTest : public CudaOpsTest, public ::testing::WithParamInterfa
 
   void Open(int max_tokens) {
     const AttentionShape& s = GetParam();
+    gpu_ = std::move(MakeCudaBackends(1, {s.kernels})[0]);
     row_ = s.query + s.lora + s.rope;
     const auto scale = [](int k) { return 1 / std::sqrt(static_cast<float>(k)); };
     q_b_ = RandomMatrix(s.heads * (s.nope + s.rope), s.query, scale(s.query));
@@ -266,7 +270,7 @@ class CudaAttentionTest : public CudaOpsTest, public ::testing::WithParamInterfa
   }
   Sequence NewSequence(int length) const { return {0, Random(int64_t{length} * row_)}; }
 
-  static constexpr int kPages = 12, kContext = 4 * kPageTokens;
+  static constexpr int kPages = 24, kContext = 8 * kPageTokens;
   static constexpr float kScale = 0.15f;
   int row_ = 0;
   Twin q_b_, kv_b_, o_;
@@ -274,11 +278,11 @@ class CudaAttentionTest : public CudaOpsTest, public ::testing::WithParamInterfa
 };
 
 TEST_P(CudaAttentionTest, ChunksAndDecodeOfSeveralSequences) {
-  Open(400);
+  Open(500);
   std::vector<Sequence> sequences;
-  for (const int length : {250, 70, 3}) sequences.push_back(NewSequence(length));
+  for (const int length : {510, 70, 3}) sequences.push_back(NewSequence(length));
   for (const std::vector<int>& counts :
-       {std::vector<int>{130, 64, 1}, {1, 1, 1}, {100, 1, 0}, {1, 0, 1}, {18, 4, 0}}) {
+       {std::vector<int>{390, 64, 1}, {1, 1, 1}, {100, 1, 0}, {1, 0, 1}, {18, 4, 0}}) {
     std::vector<float> latents;
     const StepPlan plan = Next(sequences, counts, latents);
     ExpectRows(OnGpu(plan, latents), OnCpu(plan, latents), GetParam().hidden, kAttentionRoundings,
@@ -286,21 +290,21 @@ TEST_P(CudaAttentionTest, ChunksAndDecodeOfSeveralSequences) {
   }
 }
 
-// A sequence of 100 tokens, alone and beside another: as a prompt in chunks, then 30 drawn tokens.
+// A sequence of 300 tokens, alone and beside another: as a prompt in chunks, then 30 drawn tokens.
 // Prompt rows are the same bits in any chunks, drawn ones in any company.
 TEST_P(CudaAttentionTest, ARowDoesNotDependOnTheStepItIsIn) {
-  Open(256);
-  const Sequence sequence = NewSequence(100), other = NewSequence(60);
+  Open(400);
+  const Sequence sequence = NewSequence(300), other = NewSequence(160);
   std::vector<std::vector<float>> results;
-  for (const int chunk : {70, 1, 7, 33}) {
+  for (const int chunk : {270, 1, 50, 133}) {
     for (const bool beside : {false, true}) {
       std::vector<Sequence> sequences = {sequence};
       if (beside) sequences.push_back(other);
       std::vector<float> all;
-      while (sequences[0].done < 100) {
-        const bool prompt = sequences[0].done < 70;
-        std::vector<int> counts = {prompt ? std::min(chunk, 70 - sequences[0].done) : 1};
-        if (beside) counts.push_back(std::min(9, 60 - sequences[1].done));
+      while (sequences[0].done < 300) {
+        const bool prompt = sequences[0].done < 270;
+        std::vector<int> counts = {prompt ? std::min(chunk, 270 - sequences[0].done) : 1};
+        if (beside) counts.push_back(std::min(35, 160 - sequences[1].done));
         std::vector<float> latents;
         StepPlan plan = Next(sequences, counts, latents);
         plan.decodes[0] = !prompt;
@@ -316,8 +320,8 @@ TEST_P(CudaAttentionTest, ARowDoesNotDependOnTheStepItIsIn) {
 // A key that is not finite belongs to the rows that see it. Others' masked weights are 0, and
 // 0 · NaN is NaN.
 TEST_P(CudaAttentionTest, WhatIsNotFiniteStaysBehindItsToken) {
-  Open(256);
-  constexpr int kLength = 150, kBad = 77;
+  Open(300);
+  constexpr int kLength = 300, kBad = 77;
   for (const float bad : {NAN, INFINITY}) {
     Sequence clean = NewSequence(kLength), spoilt = clean;
     const AttentionShape& s = GetParam();
@@ -346,6 +350,8 @@ INSTANTIATE_TEST_SUITE_P(Every, CudaAttentionTest,
                          ::testing::Values(AttentionShape{8, 96, 64, 32, 16, 32, 128},  // tiny-kimi
                                            AttentionShape{1, 96, 64, 32, 16, 32, 128},
                                            AttentionShape{8, 1536, 512, 128, 64, 128, 256},  // real
+                                           AttentionShape{8, 1536, 512, 128, 64, 128, 256,
+                                                          Kernels::kPortable},
                                            AttentionShape{64, 64, 512, 128, 64, 128, 64},
                                            AttentionShape{70, 24, 40, 8, 8, 16, 32},
                                            AttentionShape{3, 5, 23, 7, 2, 6, 11}));
@@ -437,8 +443,6 @@ struct ExpertsCase {
   bool int4;
   enum class Spread { kUniform, kOne, kElsewhere } spread = Spread::kUniform;
 };
-
-using Kernels = CudaOptions::Kernels;
 
 class CudaRoutedFfnTest : public CudaOpsTest,
                           public ::testing::WithParamInterface<std::tuple<Kernels, ExpertsCase>> {

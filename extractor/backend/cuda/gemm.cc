@@ -57,6 +57,15 @@ std::array<uint32_t, 3> Alignments(const GemmParams& p) {
           Alignment(p.y, p.y_stride * out, p.y_batch * out)};
 }
 
+int TypicalRows(Phase phase) {
+  switch (phase) {
+    case Phase::kPrompt: return 8192;
+    case Phase::kOwnRows: return 1024;
+    case Phase::kDecode: return 64;
+  }
+  return 0;
+}
+
 }  // namespace
 
 Gemm::Gemm() : workspace_(kWorkspaceBytes) {
@@ -78,7 +87,7 @@ Gemm::Plan Gemm::Choose(const GemmParams& p) const {
   set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, align_y);
   set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, align_y);
 
-  Descriptors typical(p, p.phase == Phase::kDecode ? 64 : 4096);
+  Descriptors typical(p, TypicalRows(p.phase));
   std::array<cublasLtMatmulHeuristicResult_t, kCandidates> results;
   int found = 0;
   const cublasStatus_t status = cublasLtMatmulAlgoGetHeuristic(
@@ -106,10 +115,9 @@ Gemm::Plan Gemm::Choose(const GemmParams& p) const {
 const Gemm::Plan& Gemm::PlanFor(const GemmParams& p) {
   const auto [align_w, align_x, align_y] = Alignments(p);
   const int flags = (p.w_by_k ? 1 : 0) | (p.fp32_out ? 2 : 0) | (p.accumulate ? 4 : 0) |
-                    (p.phase == Phase::kDecode ? 8 : 0) |
-                    static_cast<int>(align_w << 4 | align_x << 9 | align_y << 14);
-  const Key key{p.n,     p.k,       p.x_stride, p.w_stride, p.y_stride,
-                p.batch, p.x_batch, p.w_batch,  p.y_batch,  flags};
+                    static_cast<int>(p.phase) << 3 |
+                    static_cast<int>(align_w << 5 | align_x << 10 | align_y << 15);
+  const Key key{p.n, p.k, p.x_stride, p.w_stride, p.y_stride, p.batch, p.x_batch, p.y_batch, flags};
   const auto found = plans_.find(key);
   if (found != plans_.end()) return found->second;
   return plans_.emplace(key, Choose(p)).first->second;

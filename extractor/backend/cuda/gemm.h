@@ -19,9 +19,10 @@ namespace statetap::cuda {
 
 using bf16 = __nv_bfloat16;
 
-// Many rows at once, or few: what an algorithm is chosen for. Any number of rows runs in either;
-// decoding rows go kMaxDecodeRows at a time, as a split of K wants room for each.
-enum class Phase { kPrompt, kDecode };
+// What an algorithm is chosen for: the rows of a step of prompts, those of them whose residual
+// stream this rank keeps, or rows that decode. Any number of rows runs in each; decoding rows go
+// kMaxDecodeRows at a time, as a split of K wants room for each.
+enum class Phase { kPrompt, kOwnRows, kDecode };
 inline constexpr int kMaxDecodeRows = 512;
 
 // For each batch entry: y[m][n] (+)= sum over k of x[m][k] · w[n][k], or · w[k][n].
@@ -51,8 +52,8 @@ class Gemm {
   void Run(const GemmParams& params, cudaStream_t stream);
 
  private:
-  // Everything but m that an algorithm depends on.
-  using Key = std::tuple<int, int, int64_t, int64_t, int64_t, int, int64_t, int64_t, int64_t, int>;
+  // Everything but m that an algorithm depends on. Of w_batch that is its alignment.
+  using Key = std::tuple<int, int, int64_t, int64_t, int64_t, int, int64_t, int64_t, int>;
   struct Plan {
     bool plain = false;
     cublasLtMatmulAlgo_t algorithm;

@@ -17,18 +17,32 @@ constexpr int kSharedBytes = 2 * kStageValues * 2;
 static_assert(kPromptTileTokens * kKeyStride <= 2 * kStageValues,
               "queries pass through the stages");
 
-// One block a run.
+__device__ bool IsFinite(uint4 values) {
+  bool finite = true;
+  for (const uint32_t pair : {values.x, values.y, values.z, values.w})
+    finite = finite && (pair & 0x7f80u) != 0x7f80u && (pair & 0x7f800000u) != 0x7f800000u;
+  return finite;
+}
+
+// One block a run, a warp a key.
 __global__ void CollectKernel(const CollectKeysParams p) {
   const KeyRun run = p.runs[blockIdx.x];
-  const int pieces = p.latent_dim / 8;
-  for (int i = threadIdx.x; i < run.count * pieces; i += kThreads) {
-    const int key = i / pieces, column = i % pieces * 8, position = run.first_key + key;
+  const int lane = static_cast<int>(threadIdx.x) % 32, pieces = p.latent_dim / 8;
+  for (int key = static_cast<int>(threadIdx.x) / 32; key < run.count; key += kThreads / 32) {
+    const int position = run.first_key + key;
     const int page =
         p.page_table[static_cast<int64_t>(run.sequence) * p.pages_per_seq + position / kPageTokens];
-    const int64_t from = static_cast<int64_t>(page) * kPageTokens + position % kPageTokens;
-    *reinterpret_cast<uint4*>(p.latents + (static_cast<int64_t>(run.row) + key) * p.latent_dim +
-                              column) =
-        *reinterpret_cast<const uint4*>(p.cache + from * p.latent_dim + column);
+    const int64_t row = static_cast<int64_t>(page) * kPageTokens + position % kPageTokens;
+    const auto* from = reinterpret_cast<const uint4*>(p.cache + row * p.latent_dim);
+    auto* to =
+        reinterpret_cast<uint4*>(p.latents + (static_cast<int64_t>(run.row) + key) * p.latent_dim);
+    bool finite = true;
+    for (int i = lane; i < pieces; i += 32) finite = finite && IsFinite(from[i]);
+    const bool bad = __any_sync(0xffffffffu, !finite);
+    for (int i = lane; i < pieces; i += 32) {
+      const uint32_t fill = i * 8 < p.kv_lora ? 0 : 0x7fff7fffu;  // NaN
+      to[i] = bad ? make_uint4(fill, fill, fill, fill) : from[i];
+    }
   }
 }
 
@@ -61,28 +75,6 @@ __device__ void LoadKeys(const AttendPromptsParams& p, int64_t key_row, int head
   CommitCopies();
 }
 
-// Zeroes the values of keys that have one that is not finite, and says which in bad[]; whether
-// there are any.
-__device__ bool DropBadValues(bf16* values, bool* bad) {
-  static_assert(kKeys * 4 == kThreads, "four threads a key");
-  const int key = static_cast<int>(threadIdx.x) / 4, part = static_cast<int>(threadIdx.x) % 4;
-  bool finite = true;
-  for (int c = part * 8; c < kValueDim; c += 32) {
-    const uint4 bits = *reinterpret_cast<const uint4*>(values + key * kValueStride + c);
-    for (const uint32_t pair : {bits.x, bits.y, bits.z, bits.w}) {
-      finite = finite && (pair & 0x7f80u) != 0x7f80u && (pair & 0x7f800000u) != 0x7f800000u;
-    }
-  }
-  const unsigned votes = __ballot_sync(0xffffffffu, !finite);
-  const bool is_bad = (votes >> (threadIdx.x % 32 / 4 * 4) & 15u) != 0;
-  if (part == 0) bad[key] = is_bad;
-  if (is_bad) {
-    for (int c = part * 8; c < kValueDim; c += 32)
-      *reinterpret_cast<uint4*>(values + key * kValueStride + c) = make_uint4(0, 0, 0, 0);
-  }
-  return __syncthreads_or(is_bad);
-}
-
 __device__ uint32_t Pack(float a, float b) {
   const __nv_bfloat162 pair = __floats2bfloat162_rn(a, b);
   return *reinterpret_cast<const uint32_t*>(&pair);
@@ -93,7 +85,6 @@ __device__ uint32_t Pack(float a, float b) {
 __global__ void __launch_bounds__(kThreads, 1)
     PromptKernel(const AttendPromptsParams p, float scale_log2) {
   extern __shared__ __align__(128) unsigned char shared[];
-  __shared__ bool bad[kKeys];
   auto* memory = reinterpret_cast<bf16*>(shared);
   const PromptTile tile = p.tiles[blockIdx.x];
   const int head = static_cast<int>(blockIdx.y);
@@ -128,12 +119,8 @@ __global__ void __launch_bounds__(kThreads, 1)
     WaitCopies<0>();
     __syncthreads();  // this stage is there for all, the other one is free
     const bf16* keys = memory + step % 2 * kStageValues;
-    bf16* values = memory + step % 2 * kStageValues + kKeys * kKeyStride;
+    const bf16* values = keys + kKeys * kKeyStride;
     const int first = step * kKeys;
-    // 0 · NaN is NaN: a value that is not finite must not reach the rows in front of its key. It
-    // leaves the product, and a row that does see the key becomes NaN through its sum.
-    bool any_bad = false;
-    if (first + kKeys > tile.first_position) any_bad = DropBadValues(values, bad);
     if (step + 1 < steps)
       LoadKeys(p, tile.key_row, head, first + kKeys, end, memory + (step + 1) % 2 * kStageValues);
     // None of the keys is seen by this warp: its rows would keep every bit.
@@ -178,14 +165,6 @@ __global__ void __launch_bounds__(kThreads, 1)
         const bool seen = first + n * 8 + lane % 4 * 2 + i % 2 <= (i < 2 ? low : high);
         score[n][i] = seen ? exp2f(score[n][i] - maximum[i / 2]) : 0.0f;
         added[i / 2] += score[n][i];
-      }
-    }
-    if (any_bad) {
-#pragma unroll 1
-      for (int key = 0; key < kKeys; ++key) {
-        if (!bad[key]) continue;
-        if (first + key <= low) added[0] = NAN;
-        if (first + key <= high) added[1] = NAN;
       }
     }
 #pragma unroll
@@ -238,7 +217,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 }  // namespace
 
 bool Expandable(int nope, int rope, int v, int kv_lora) {
-  return nope % 8 == 0 && rope % 8 == 0 && v % 8 == 0 && kv_lora % 8 == 0 &&
+  return nope % 8 == 0 && rope % 8 == 0 && v % 8 == 0 && kv_lora % 8 == 0 && rope > 0 &&
          nope + rope <= kQueryDim && v <= kValueDim;
 }
 

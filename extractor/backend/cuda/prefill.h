@@ -19,11 +19,14 @@ struct KeyRun {
   int32_t row;                         // of `latents` for the first of them
 };
 // latents[row + i] = cache row of position first_key + i. Runs of at most kKeysARun keys.
+// A key with a value that is not finite becomes zero, and NaN in its rotated part: rows that see it
+// become NaN by their scores, and those in front of it, whose weight for it is 0, keep their bits
+// (0 · NaN is NaN).
 inline constexpr int kKeysARun = 64;
 struct CollectKeysParams {
   const bf16* cache;          // [pages, page, latent_dim] of the layer
   const int32_t* page_table;  // [num_seqs, pages_per_seq]
-  int pages_per_seq, latent_dim;
+  int pages_per_seq, latent_dim, kv_lora;
   const KeyRun* runs;
   int num_runs;
   bf16* latents;  // [rows, latent_dim]
@@ -50,5 +53,16 @@ struct AttendPromptsParams {
   bf16* out;  // [num_tokens, num_heads, v]
 };
 void AttendPrompts(const AttendPromptsParams& params, cudaStream_t stream);
+
+// The same by wgmma and TMA (sm_90a), 128 keys at a time: heads of 128 + 64 and 128, as Kimi-K2 and
+// DeepSeek-V3 have them. Every row of `expanded` must be finite, also where no token sees it.
+bool HopperPromptsTake(int nope, int rope, int v);
+struct PromptMaps {  // CUtensorMap of queries, expanded, latents
+  alignas(64) unsigned char maps[3][128];
+};
+// For params whose pointers and sizes are these: rows of queries, of expanded and latents.
+PromptMaps MakePromptMaps(const AttendPromptsParams& params, int64_t num_tokens, int64_t num_keys);
+void HopperAttendPrompts(const AttendPromptsParams& params, const PromptMaps& maps,
+                         cudaStream_t stream);
 
 }  // namespace statetap::cuda

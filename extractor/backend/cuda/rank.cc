@@ -116,10 +116,12 @@ void CudaBackend::NewKvCache(int num_layers, int num_pages, int width) {
 void CudaBackend::PlanScratch(const Limits& limits) {
   Use();
   row_maps_.clear();
+  prompt_maps_.reset();
   graphs_.Clear();
   limits_ = limits;
-  const auto plan = [&](DeviceBuffer& buffer, int64_t rows, int64_t width, size_t element) {
-    buffer = DeviceBuffer(static_cast<size_t>(rows * width) * element);
+  const auto plan = [&](DeviceBuffer& buffer, int64_t rows, int64_t width, size_t element,
+                        bool zeroed = false) {
+    buffer = DeviceBuffer(static_cast<size_t>(rows * width) * element, zeroed);
     used_.workspace += static_cast<int64_t>(buffer.size());
   };
   const int64_t tokens = limits.max_tokens;
@@ -127,8 +129,7 @@ void CudaBackend::PlanScratch(const Limits& limits) {
   plan(absorbed_, tokens, int64_t{limits.num_heads} * limits.latent_dim, sizeof(bf16));
   plan(attended_, tokens, int64_t{limits.num_heads} * limits.latent_dim, sizeof(bf16));
   plan(heads_, tokens, limits.heads_dim, sizeof(bf16));
-  plan(gate_, tokens, limits.max_width, sizeof(bf16));
-  plan(up_, tokens, limits.max_width, sizeof(bf16));
+  plan(gate_up_, 2 * tokens, limits.max_width, sizeof(bf16));
   if (limits.num_heads > 0) {
     forms_ = AttentionFormsOf(limits.num_heads, limits.latent_dim);
     const int nope = limits.query_dim / limits.num_heads - limits.rope_dim,
@@ -141,8 +142,10 @@ void CudaBackend::PlanScratch(const Limits& limits) {
     expandable_ = Expandable(nope, limits.rope_dim, v, kv_lora);
     // The longest sequence fits, and so do most steps in one round.
     prompt_keys_ = expandable_ ? limits.max_context + limits.max_tokens : 0;
-    plan(key_latents_, prompt_keys_, limits.latent_dim, sizeof(bf16));
-    plan(expanded_, prompt_keys_, int64_t{limits.num_heads} * (nope + v), sizeof(bf16));
+    // Read behind the last key too, where no weight but 0 comes.
+    plan(key_latents_, prompt_keys_, limits.latent_dim, sizeof(bf16), /*zeroed=*/true);
+    plan(expanded_, prompt_keys_, int64_t{limits.num_heads} * (nope + v), sizeof(bf16),
+         /*zeroed=*/true);
   }
   if (limits.num_experts > 0) {
     // Every pair (token, expert) may meet on one rank.

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "extractor/backend/cuda/attention.h"
@@ -66,7 +67,9 @@ class CudaBackend : public Backend {
   // x · wᵀ for rows [begin, begin + count) of the step: those that decode by the one algorithm,
   // those of prompts by the other.
   void Multiply(const bf16* x, int64_t x_stride, RowRange rows, const Weight& w, void* y,
-                int64_t y_stride, bool fp32_out = false, bool accumulate = false);
+                int64_t y_stride, Phase prompts = Phase::kPrompt, bool fp32_out = false,
+                bool accumulate = false);
+  // params.phase: of rows of prompts.
   void MultiplyByPhase(GemmParams params, int first_row);
   void MultiplyFew(const GemmParams& params);  // rows that decode
   // How many of these rows of the step decode: the first ones.
@@ -137,10 +140,12 @@ class CudaBackend : public Backend {
   const KeyRun* device_key_runs_ = nullptr;
   const PromptTile* device_prompt_tiles_ = nullptr;
   bool expandable_ = false;
-  int prompt_keys_ = 0;  // that fit the scratch
+  int prompt_keys_ = 0;                    // that fit the scratch
+  std::optional<PromptMaps> prompt_maps_;  // of the scratch, made when first attended
 
   // [max_tokens, …]
-  DeviceBuffer queries_, absorbed_, attended_, heads_, gate_, up_;
+  DeviceBuffer queries_, absorbed_, attended_, heads_;
+  DeviceBuffer gate_up_;  // [2, max_tokens, max_width]
   DeviceBuffer split_parts_, split_stats_, key_latents_, expanded_;
   DeviceBuffer router_logits_;
   DeviceBuffer counts_, first_row_, token_of_row_, row_of_, row_tiles_, num_row_tiles_, h_, y_;

@@ -181,19 +181,32 @@ void CudaBackend::AttendExpanded(const Step& step, const AttentionParams& p, con
   const int latent_dim = p.kv_lora + p.rope_dim;
   const int64_t expanded_dim = int64_t{p.num_heads} * (p.nope_dim + p.v_dim);
   for (const PromptRound& round : prompt_rounds_) {
-    CollectKeys(
-        {cache, step.page_table, step.pages_per_seq, latent_dim, device_key_runs_ + round.first_run,
-         static_cast<int>(round.num_runs), key_latents_.as<bf16>()},
-        stream());
+    CollectKeys({cache, step.page_table, step.pages_per_seq, latent_dim, p.kv_lora,
+                 device_key_runs_ + round.first_run, static_cast<int>(round.num_runs),
+                 key_latents_.as<bf16>()},
+                stream());
     const DeviceMatrix& kv_b = AsMatrix(p.kv_b);
     gemm_.Run({key_latents_.as<bf16>(), latent_dim, kv_b.data(), kv_b.cols(), expanded_.as<bf16>(),
                expanded_dim, round.keys, static_cast<int>(kv_b.rows()), p.kv_lora},
               stream());
-    AttendPrompts(
-        {queries_.as<bf16>(), expanded_.as<bf16>(), key_latents_.as<bf16>(),
-         device_prompt_tiles_ + round.first_tile, static_cast<int>(round.num_tiles), p.num_heads,
-         p.nope_dim, p.rope_dim, p.v_dim, p.kv_lora, p.scale, heads_.as<bf16>()},
-        stream());
+    const AttendPromptsParams prompts{queries_.as<bf16>(),
+                                      expanded_.as<bf16>(),
+                                      key_latents_.as<bf16>(),
+                                      device_prompt_tiles_ + round.first_tile,
+                                      static_cast<int>(round.num_tiles),
+                                      p.num_heads,
+                                      p.nope_dim,
+                                      p.rope_dim,
+                                      p.v_dim,
+                                      p.kv_lora,
+                                      p.scale,
+                                      heads_.as<bf16>()};
+    if (hopper_ && HopperPromptsTake(p.nope_dim, p.rope_dim, p.v_dim)) {
+      if (!prompt_maps_) prompt_maps_ = MakePromptMaps(prompts, limits_.max_tokens, prompt_keys_);
+      HopperAttendPrompts(prompts, *prompt_maps_, stream());
+    } else {
+      AttendPrompts(prompts, stream());
+    }
   }
 }
 

@@ -12,7 +12,7 @@ constexpr int kFewTokens = 512;  // of a step: so few that the experts' weights 
 
 }  // namespace
 
-// gate_ = silu(gate x) · (up x) of the first `rows` rows.
+// In gate_up_: silu(gate x) · (up x) of the first `rows` rows.
 StreamProductParams CudaBackend::GateAndUp(const bf16* x, int hidden, const Weight& gate,
                                            const Weight& up, int rows) const {
   StreamProductParams product{};
@@ -20,7 +20,7 @@ StreamProductParams CudaBackend::GateAndUp(const bf16* x, int hidden, const Weig
   product.x_stride = product.w_stride = product.k = hidden;
   product.w = AsMatrix(gate).data();
   product.w2 = AsMatrix(up).data();
-  product.y = gate_.as<bf16>();
+  product.y = gate_up_.as<bf16>();
   product.n = static_cast<int>(AsMatrix(gate).rows());
   product.y_stride = product.n;
   product.m = rows;
@@ -52,7 +52,7 @@ void CudaBackend::Route(const Step& step, const RouteParams& p) {
   }
   const int64_t done = rest.begin - step.own.begin;
   Multiply(x + done * p.hidden, p.hidden, rest, p.gate, logits + done * p.num_experts,
-           p.num_experts, /*fp32_out=*/true);
+           p.num_experts, Phase::kOwnRows, /*fp32_out=*/true);
   ChooseExperts(
       {router_logits_.as<float>(), AsMatrix(p.bias).vector(), step.own.count, p.num_experts,
        p.top_k, p.num_groups, p.top_groups, p.normalise, p.scaling, p.experts, p.weights},
@@ -154,14 +154,28 @@ void CudaBackend::DenseFfn(const Step& step, const DenseFfnParams& p) {
   }
   shared_begun_ = false;
   if (rest.count > 0) {
-    const int64_t done = int64_t{rest.begin} * p.width;
-    x += int64_t{rest.begin} * p.hidden;
-    Multiply(x, p.hidden, rest, p.gate, gate_.as<bf16>() + done, p.width);
-    Multiply(x, p.hidden, rest, p.up, up_.as<bf16>() + done, p.width);
-    SwiGlu(gate_.as<bf16>() + done, up_.as<bf16>() + done, int64_t{rest.count} * p.width, stream());
+    // Both in one launch: each alone has tiles for half of the multiprocessors.
+    const bf16 *gate = AsMatrix(p.gate).data(), *up = AsMatrix(p.up).data();
+    const int64_t done = int64_t{rest.begin} * p.width, half = gate_up_.size() / sizeof(bf16) / 2;
+    bf16* y = gate_up_.as<bf16>() + done;
+    GemmParams both{x + int64_t{rest.begin} * p.hidden,
+                    p.hidden,
+                    std::min(gate, up),
+                    p.hidden,
+                    y,
+                    p.width,
+                    rest.count,
+                    p.width,
+                    p.hidden};
+    both.batch = 2;
+    both.w_batch = std::max(gate, up) - std::min(gate, up);
+    both.y_batch = half;
+    MultiplyByPhase(both, rest.begin);
+    SwiGlu(y + (gate < up ? 0 : half), y + (gate < up ? half : 0), y, int64_t{rest.count} * p.width,
+           stream());
   }
-  Multiply(gate_.as<bf16>(), p.width, {0, step.num_tokens}, p.down, p.partial, p.hidden,
-           /*fp32_out=*/false, p.accumulate);
+  Multiply(gate_up_.as<bf16>(), p.width, {0, step.num_tokens}, p.down, p.partial, p.hidden,
+           Phase::kPrompt, /*fp32_out=*/false, p.accumulate);
 }
 
 }  // namespace statetap::cuda

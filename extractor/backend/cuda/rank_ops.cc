@@ -9,11 +9,12 @@
 namespace statetap::cuda {
 void CudaBackend::MultiplyByPhase(GemmParams p, int first_row) {
   const int decode = std::clamp(num_decode_rows_ - first_row, 0, p.m), prompt = p.m - decode;
+  const Phase prompts = p.phase;
   p.m = decode;
   p.phase = Phase::kDecode;
   MultiplyFew(p);
   p.m = prompt;
-  p.phase = Phase::kPrompt;
+  p.phase = prompts;
   p.x += decode * p.x_stride;
   p.y = static_cast<std::byte*>(p.y) +
         decode * p.y_stride * static_cast<int64_t>(p.fp32_out ? sizeof(float) : sizeof(bf16));
@@ -41,7 +42,8 @@ void CudaBackend::MultiplyFew(const GemmParams& p) {
 }
 
 void CudaBackend::Multiply(const bf16* x, int64_t x_stride, RowRange rows, const Weight& weight,
-                           void* y, int64_t y_stride, bool fp32_out, bool accumulate) {
+                           void* y, int64_t y_stride, Phase prompts, bool fp32_out,
+                           bool accumulate) {
   const DeviceMatrix& w = AsMatrix(weight);
   GemmParams p{x,
                x_stride,
@@ -52,6 +54,7 @@ void CudaBackend::Multiply(const bf16* x, int64_t x_stride, RowRange rows, const
                rows.count,
                static_cast<int>(w.rows()),
                static_cast<int>(w.cols())};
+  p.phase = prompts;
   p.fp32_out = fp32_out;
   p.accumulate = accumulate;
   MultiplyByPhase(p, rows.begin);
@@ -129,9 +132,10 @@ void CudaBackend::LatentProject(const Step& step, const LatentProjectParams& p) 
     }
     if (rest.count > 0) {
       const int64_t done = rest.begin - step.own.begin;
-      Multiply(x + done * p.hidden, p.hidden, rest, *p.q_a, latents + done * row, row);
-      Multiply(x + done * p.hidden, p.hidden, rest, p.kv_a, latents + done * row + p.query_dim,
-               row);
+      Multiply(x + done * p.hidden, p.hidden, rest, *p.q_a, latents + done * row, row,
+               Phase::kOwnRows);
+      Multiply(x + done * p.hidden, p.hidden, rest, p.kv_a, latents + done * row + p.query_dim, row,
+               Phase::kOwnRows);
     }
     RmsNormBoth(q_norm, kv_norm, stream());
   } else {
@@ -139,7 +143,7 @@ void CudaBackend::LatentProject(const Step& step, const LatentProjectParams& p) 
                             static_cast<size_t>(p.hidden) * sizeof(bf16),
                             static_cast<size_t>(p.hidden) * sizeof(bf16), static_cast<size_t>(rows),
                             cudaMemcpyDeviceToDevice, stream()));
-    Multiply(x, p.hidden, step.own, p.kv_a, latents + p.query_dim, row);
+    Multiply(x, p.hidden, step.own, p.kv_a, latents + p.query_dim, row, Phase::kOwnRows);
     RmsNorm(kv_norm, stream());
   }
 }

@@ -193,11 +193,23 @@ __global__ void EmbedKernel(const EmbedRowsParams p) {
   }
 }
 
-__global__ void SwiGluKernel(bf16* gate, const bf16* up, int64_t count) {
-  for (int64_t i = blockIdx.x * int64_t{kThreads} + threadIdx.x; i < count;
+// kPack values at a time.
+template <int kPack>
+__global__ void SwiGluKernel(const bf16* gate, const bf16* up, bf16* out, int64_t count) {
+  struct alignas(kPack * sizeof(bf16)) Values {
+    bf16 at[kPack];
+  };
+  for (int64_t i = blockIdx.x * int64_t{kThreads} + threadIdx.x; i < count / kPack;
        i += int64_t{gridDim.x} * kThreads) {
-    const float g = __bfloat162float(gate[i]);
-    gate[i] = __float2bfloat16_rn(g / (1.0f + expf(-g)) * __bfloat162float(up[i]));
+    const Values g = reinterpret_cast<const Values*>(gate)[i],
+                 u = reinterpret_cast<const Values*>(up)[i];
+    Values y;
+#pragma unroll
+    for (int j = 0; j < kPack; ++j) {
+      const float value = __bfloat162float(g.at[j]);
+      y.at[j] = __float2bfloat16_rn(value / (1.0f + expf(-value)) * __bfloat162float(u.at[j]));
+    }
+    reinterpret_cast<Values*>(out)[i] = y;
   }
 }
 
@@ -291,9 +303,16 @@ void EmbedRows(const EmbedRowsParams& p, cudaStream_t stream) {
   LaunchEarly(EmbedKernel, dim3(static_cast<unsigned>(p.num_rows)), kThreads, 0, stream, p);
 }
 
-void SwiGlu(bf16* gate, const bf16* up, int64_t count, cudaStream_t stream) {
+void SwiGlu(const bf16* gate, const bf16* up, bf16* out, int64_t count, cudaStream_t stream) {
   if (count == 0) return;
-  SwiGluKernel<<<Blocks(count), kThreads, 0, stream>>>(gate, up, count);
+  constexpr int kPack = 8;
+  const auto places = reinterpret_cast<uintptr_t>(gate) | reinterpret_cast<uintptr_t>(up) |
+                      reinterpret_cast<uintptr_t>(out);
+  if (count % kPack == 0 && places % (kPack * sizeof(bf16)) == 0) {
+    SwiGluKernel<kPack><<<Blocks(count / kPack), kThreads, 0, stream>>>(gate, up, out, count);
+  } else {
+    SwiGluKernel<1><<<Blocks(count), kThreads, 0, stream>>>(gate, up, out, count);
+  }
   CheckLaunch();
 }
 

@@ -52,8 +52,8 @@ struct EmbedRowsParams {
 };
 void EmbedRows(const EmbedRowsParams& params, cudaStream_t stream);
 
-// gate[i] = silu(gate[i]) · up[i].
-void SwiGlu(bf16* gate, const bf16* up, int64_t count, cudaStream_t stream);
+// out[i] = silu(gate[i]) · up[i]. out may be either of them.
+void SwiGlu(const bf16* gate, const bf16* up, bf16* out, int64_t count, cudaStream_t stream);
 
 // to[i] = bf16(from[i]) for a rectangle. kHalf: fp16 input.
 enum class Source { kFloat, kHalf, kBf16 };

@@ -17,6 +17,7 @@
 #include "extractor/backend/cuda/check.h"
 #include "extractor/backend/cuda/routed_ffn.h"
 #include "extractor/backend/cuda/sm90/pipeline.h"
+#include "extractor/backend/cuda/sm90/tensor_map.h"
 #include "extractor/backend/cuda/sm90/wgmma.h"
 
 namespace statetap::cuda {
@@ -199,25 +200,10 @@ void Launch(const GroupedProductParams& p, const Maps& maps, cudaStream_t stream
 }  // namespace
 
 RowMaps MakeRowMaps(const bf16* x, int64_t rows, int columns) {
-  // By the runtime, so that nothing links the driver.
-  void* function = nullptr;
-  cudaDriverEntryPointQueryResult found;
-  Check(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000,
-                                         cudaEnableDefault, &found));
-  const auto encode = reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(function);
   RowMaps result;
   for (int i = 0; i < kHopperTileRows / 8; ++i) {
-    CUtensorMap map;
-    const cuuint64_t sizes[2] = {static_cast<cuuint64_t>(columns), static_cast<cuuint64_t>(rows)},
-                     strides[1] = {static_cast<cuuint64_t>(columns) * 2};
-    const cuuint32_t box[2] = {kBlockK, static_cast<cuuint32_t>(8 * (i + 1))}, steps[2] = {1, 1};
-    if (encode(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, const_cast<bf16*>(x), sizes, strides, box,
-               steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-               CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-               CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) != CUDA_SUCCESS) {
-      Fail("a tensor map was refused");
-    }
-    static_assert(sizeof(map) == sizeof(result.maps[0]));
+    const CUtensorMap map = MakeTensorMap(x, rows, columns, 8 * (i + 1));
+    static_assert(sizeof(map) == sizeof(result.maps[0]) && kBlockK == kMapColumns);
     std::memcpy(result.maps[i], &map, sizeof(map));
   }
   return result;
