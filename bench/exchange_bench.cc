@@ -79,8 +79,8 @@ class Bench {
 
   void Run() {
     Ceilings();
-    std::printf("%-22s %8s %10s %10s %10s %10s\n", "us, median", "tokens", "KB", "peer", "by nccl",
-                "NCCL's");
+    std::printf("%-22s %8s %10s %10s %10s %10s %10s\n", "us, median", "tokens", "KB", "peer",
+                "in a graph", "by nccl", "NCCL's");
     for (const int tokens : tokens_) {
       const bool sharded = tokens >= kShardedFrom;
       Row(
@@ -115,7 +115,8 @@ class Bench {
     }
   }
 
-  void AddNorm(Rank& r, cuda::SumAddNormParams p, RowRange own, bool norm) {
+  cuda::SumAddNormParams SumOf(Rank& r, RowRange own, bool norm) const {
+    cuda::SumAddNormParams p{};
     p.first_row = own.begin;
     p.num_rows = own.count;
     p.hidden = kHidden;
@@ -124,17 +125,13 @@ class Bench {
     p.weight = norm ? r.weight.as<float>() : nullptr;
     p.eps = 1e-6f;
     p.normed = r.normed.as<bf16>();
-    cuda::SumAddNorm(p, r.stream.get());
+    return p;
   }
 
   void Sum(cuda::DeviceGroup& group, Rank& r, int tokens, bool sharded, bool norm) {
-    const auto parts =
-        group.Share(r.rank, {r.partial.as<void>(), tokens, kRow, sharded}, r.stream.get());
-    cuda::SumAddNormParams p{};
-    p.world = kWorld;
-    for (size_t i = 0; i < kWorld; ++i) p.partial[i] = reinterpret_cast<const bf16*>(parts[i]);
-    AddNorm(r, p, sharded ? ShardOfRows(tokens, r.rank, kWorld) : RowRange{0, tokens}, norm);
-    group.Release(r.rank, r.stream.get());
+    const RowRange own = sharded ? ShardOfRows(tokens, r.rank, kWorld) : RowRange{0, tokens};
+    group.ExchangeAddNorm(r.rank, {r.partial.as<void>(), tokens, kRow, sharded},
+                          SumOf(r, own, norm), r.stream.get());
   }
 
   void Native([[maybe_unused]] Rank& r, [[maybe_unused]] int tokens, [[maybe_unused]] char what,
@@ -159,15 +156,18 @@ class Bench {
     }
     if (code != ncclSuccess) std::abort();
     if (!norm) return;
-    cuda::SumAddNormParams p{};
+    cuda::SumAddNormParams p = SumOf(r, {0, what == 's' ? part : tokens}, true);
     p.world = 1;
     p.partial[0] = r.all.as<bf16>();
-    AddNorm(r, p, {0, what == 's' ? part : tokens}, true);
+    cuda::SumAddNorm(p, stream);
 #endif
   }
 
-  // Median over the rounds of the slower rank's microseconds for one.
-  double Time(int repeats, const std::function<void(Rank&)>& once) {
+  // Median over the rounds of the slower rank's microseconds for one. Launched one by one, or all
+  // of them as a graph.
+  enum class Launch { kOneByOne, kGraph };
+  double Time(int repeats, const std::function<void(Rank&)>& once,
+              Launch launch = Launch::kOneByOne) {
     std::vector<double> rounds;
     std::vector<float> ms(kWorld);
     std::barrier meet(kWorld);
@@ -176,11 +176,24 @@ class Bench {
       threads.emplace_back([&, r = rank.get()] {
         Check(cudaSetDevice(r->device));
         const cudaStream_t stream = r->stream.get();
+        cudaGraphExec_t graph = nullptr;
+        if (launch == Launch::kGraph) {
+          cudaGraph_t recorded;
+          Check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
+          for (int i = 0; i < repeats; ++i) once(*r);
+          Check(cudaStreamEndCapture(stream, &recorded));
+          Check(cudaGraphInstantiate(&graph, recorded, 0));
+          Check(cudaGraphDestroy(recorded));
+        }
         for (int round = -1; round < rounds_; ++round) {
           Check(cudaStreamSynchronize(stream));
           meet.arrive_and_wait();
           Check(cudaEventRecord(r->begin, stream));
-          for (int i = 0; i < repeats; ++i) once(*r);
+          if (graph != nullptr) {
+            Check(cudaGraphLaunch(graph, stream));
+          } else {
+            for (int i = 0; i < repeats; ++i) once(*r);
+          }
           Check(cudaEventRecord(r->end, stream));
           Check(cudaStreamSynchronize(stream));
           Check(cudaEventElapsedTime(&ms[static_cast<size_t>(r->rank)], r->begin, r->end));
@@ -189,6 +202,7 @@ class Bench {
             rounds.push_back(1e3 * *std::max_element(ms.begin(), ms.end()) / repeats);
           meet.arrive_and_wait();
         }
+        if (graph != nullptr) Check(cudaGraphExecDestroy(graph));
       });
     }
     for (auto& thread : threads) thread.join();
@@ -200,13 +214,20 @@ class Bench {
            const std::function<void(Rank&)>& native) {
     const int repeats = tokens <= 256 ? 200 : tokens <= 4096 ? 40 : 10;
     const double peer = Time(repeats, [&](Rank& r) { ours(*peer_, r); });
+    double graph = 0;
+    // Shares of rows are read with the host's help, which no graph can hold.
+    if (std::strcmp(name, "reduce-scatter") != 0 && tokens < kShardedFrom &&
+        peer_->Recordable(static_cast<size_t>(tokens) * kRow, kRow))
+      graph = Time(
+          repeats, [&](Rank& r) { ours(*peer_, r); }, Launch::kGraph);
     double by_nccl = 0, theirs = 0;
     if (nccl_ != nullptr) {
       by_nccl = Time(repeats, [&](Rank& r) { ours(*nccl_, r); });
       theirs = Time(repeats, native);
     }
     const double kb = static_cast<double>(tokens) * kRow / 1024;
-    std::printf("%-22s %8d %10.0f %10.1f %10.1f %10.1f\n", name, tokens, kb, peer, by_nccl, theirs);
+    std::printf("%-22s %8d %10.0f %10.1f %10.1f %10.1f %10.1f\n", name, tokens, kb, peer, graph,
+                by_nccl, theirs);
     std::printf(
         "{\"bench\":\"exchange_bench\",\"case\":\"%s %.0f KB\",\"value\":%.2f,\"unit\":\"us\","
         "\"baseline\":\"nccl\",\"baseline_value\":%.2f,\"ratio\":",

@@ -38,7 +38,7 @@ run() {  # name, seconds, command…
 }
 export STATETAP_EXCHANGES=${STATETAP_EXCHANGES:-250}
 export STATETAP_MID=${STATETAP_MID:-$log/mid}
-run exchanges 200 "$folder/cuda_group_test" --gtest_color=no
+run exchanges 300 "$folder/cuda_group_test" --gtest_color=no
 run exchange_bench 120 "$bench"
 grep -v '^{' "$log/exchange_bench.log"
 if [ ! -e "$STATETAP_MID/reference.safetensors" ]; then

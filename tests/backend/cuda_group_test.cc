@@ -81,20 +81,15 @@ void Exchange(DeviceGroup& group, const std::vector<int>& devices,
     const size_t row_bytes = static_cast<size_t>(width) * 2;
     group.Reserve(rank, rows, row_bytes, sharded);
     group.BeginStep(rank);
-    const auto parts = group.Share(rank, {partial.data(), rows, row_bytes, sharded}, stream);
     SumAddNormParams p{};
-    for (size_t r = 0; r < devices.size(); ++r)
-      p.partial[r] = reinterpret_cast<const bf16*>(parts[r]);
-    p.world = world;
     p.first_row = own.begin;
     p.num_rows = own.count;
     p.hidden = width;
     p.residual = reinterpret_cast<bf16*>(sum.data());
     p.replace = true;
-    SumAddNorm(p, stream);
-    group.Release(rank, stream);
+    group.ExchangeAddNorm(rank, {partial.data(), rows, row_bytes, sharded}, p, stream);
     if (sharded) group.GatherRows(rank, sum.data(), rows, row_bytes, all.data(), stream);
-    Check(cudaStreamSynchronize(stream));  // Release: the others have read, too
+    Check(cudaStreamSynchronize(stream));  // the others have read, too
     sums[static_cast<size_t>(rank)] = sharded ? all.Get() : sum.Get();
   });
   for (size_t rank = 1; rank < devices.size(); ++rank)
@@ -147,18 +142,13 @@ TEST_P(CudaGroupTest, ExchangesInARowDoNotMix) {
       Check(cudaMemcpyAsync(partial.data(), inputs[static_cast<size_t>(round % 4)]->data(),
                             static_cast<size_t>(rows) * kWidth * 2, cudaMemcpyDeviceToDevice,
                             stream));
-      const auto parts = group->Share(rank, {partial.data(), rows, kWidth * 2, false}, stream);
       SumAddNormParams p{};
-      for (size_t r = 0; r < devices.size(); ++r)
-        p.partial[r] = reinterpret_cast<const bf16*>(parts[r]);
-      p.world = world();
       p.num_rows = rows;
       p.hidden = kWidth;
       p.residual =
           reinterpret_cast<bf16*>(sums.data() + size_t{static_cast<unsigned>(round)} * 40 * kWidth);
       p.replace = true;
-      SumAddNorm(p, stream);
-      group->Release(rank, stream);
+      group->ExchangeAddNorm(rank, {partial.data(), rows, kWidth * 2, false}, p, stream);
     }
     Check(cudaStreamSynchronize(stream));
     const auto all = sums.Get();

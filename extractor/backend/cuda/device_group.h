@@ -12,10 +12,9 @@
 #include <vector>
 
 #include "extractor/backend/communicator.h"
+#include "extractor/backend/cuda/rows.h"
 
 namespace statetap::cuda {
-
-inline constexpr int kMaxRanks = 16;
 
 // Rows of a step that every rank has in whole: its partial sums.
 struct SharedRows {
@@ -46,6 +45,13 @@ class DeviceGroup {
   using Parts = std::array<const std::byte*, kMaxRanks>;
   virtual Parts Share(int rank, const SharedRows& rows, cudaStream_t stream) = 0;
   virtual void Release(int rank, cudaStream_t stream) = 0;
+  // SumAddNorm of `rows` (sum.partial and sum.world are filled in here), which may change behind
+  // it.
+  virtual void ExchangeAddNorm(int rank, const SharedRows& rows, SumAddNormParams sum,
+                               cudaStream_t stream);
+  // Whether exchanges of up to so many bytes a rank, in multiples of `unit`, go without the host,
+  // so that a graph can hold them.
+  virtual bool Recordable(size_t /*bytes*/, size_t /*unit*/) const { return world_ == 1; }
   // all[t] = the row of the rank that owns it: ShardOfRows(num_rows, r, world).
   virtual void GatherRows(int rank, const void* own, int num_rows, size_t row_bytes, void* all,
                           cudaStream_t stream) = 0;
@@ -75,10 +81,10 @@ class DeviceCommunicator final : public Communicator {
   int world() const override { return group_->world(); }
   void Abort() override { group_->Abort(); }
 
-  DeviceGroup::Parts Share(const SharedRows& rows, cudaStream_t stream) const {
-    return group_->Share(rank_, rows, stream);
+  void ExchangeAddNorm(const SharedRows& rows, const SumAddNormParams& sum,
+                       cudaStream_t stream) const {
+    group_->ExchangeAddNorm(rank_, rows, sum, stream);
   }
-  void Release(cudaStream_t stream) const { group_->Release(rank_, stream); }
   void GatherRows(const void* own, int num_rows, size_t row_bytes, void* all,
                   cudaStream_t stream) const {
     group_->GatherRows(rank_, own, num_rows, row_bytes, all, stream);

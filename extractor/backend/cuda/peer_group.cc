@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <string>
 #include <thread>
+#include <tuple>
 #include <utility>
 
 #include "extractor/backend/cuda/check.h"
@@ -11,8 +12,6 @@ namespace statetap::cuda {
 namespace {
 
 constexpr int kPollsBetweenLooks = 1024;
-// All of a rank's pushes of one exchange together; above, reading the others' memory is as fast.
-constexpr size_t kMostPushed = size_t{4} << 20;
 
 }  // namespace
 
@@ -24,6 +23,16 @@ DeviceGroup::DeviceGroup(int world) : world_(world) {
 
 void DeviceGroup::Reserve(int, int, size_t, bool) {}
 
+void DeviceGroup::ExchangeAddNorm(int rank, const SharedRows& rows, SumAddNormParams sum,
+                                  cudaStream_t stream) {
+  const Parts parts = Share(rank, rows, stream);
+  sum.world = world_;
+  for (size_t r = 0; r < static_cast<size_t>(world_); ++r)
+    sum.partial[r] = reinterpret_cast<const bf16*>(parts[r]);
+  SumAddNorm(sum, stream);
+  Release(rank, stream);
+}
+
 void DeviceGroup::ThrowIfAborted(int rank) {
   if (!aborted_) return;
   End(rank);
@@ -31,10 +40,7 @@ void DeviceGroup::ThrowIfAborted(int rank) {
 }
 
 PeerGroup::PeerGroup(int world, bool apart)
-    : DeviceGroup(world),
-      apart_(apart && world > 1),
-      slot_bytes_(kMostPushed / static_cast<size_t>(std::max(1, world - 1)) / 256 * 256),
-      ranks_(static_cast<size_t>(world)) {
+    : DeviceGroup(world), apart_(apart && world > 1), ranks_(static_cast<size_t>(world)) {
   if (!apart_) return;
   aborted_word_ = PinnedBuffer(sizeof(int));
   *aborted_word_.as<volatile int>() = 0;
@@ -51,8 +57,8 @@ void PeerGroup::BeginStep(int rank) {
   Meet(rank);
 }
 
-DeviceGroup::Parts PeerGroup::Push(int rank, const void* own, size_t bytes, size_t most_bytes,
-                                   cudaStream_t stream) {
+std::pair<PushParams, DeviceGroup::Parts> PeerGroup::NextPush(int rank, const void* own,
+                                                              size_t bytes, size_t most_bytes) {
   ThrowIfAborted(rank);
   Rank& of = ranks_[static_cast<size_t>(rank)];
   const int half = std::exchange(of.next, 1 - of.next);
@@ -72,8 +78,21 @@ DeviceGroup::Parts PeerGroup::Push(int rank, const void* own, size_t bytes, size
     p.flag_at[i] = Flags(r, rank);
     p.inbox[i] = r == rank ? nullptr : Slot(r, half, rank);
   }
-  cuda::Push(p, stream);
-  return parts;
+  return {p, parts};
+}
+
+void PeerGroup::ExchangeAddNorm(int rank, const SharedRows& rows, SumAddNormParams sum,
+                                cudaStream_t stream) {
+  const size_t bytes = static_cast<size_t>(rows.num_rows) * rows.row_bytes;
+  if (rows.sharded || !Pushable(bytes, rows.row_bytes) ||
+      rows.row_bytes != static_cast<size_t>(sum.hidden) * sizeof(bf16) ||
+      !CanPushRows(sum.num_rows, sum.hidden))
+    return DeviceGroup::ExchangeAddNorm(rank, rows, sum, stream);
+  const auto [push, parts] = NextPush(rank, rows.own, bytes, bytes);
+  sum.world = world();
+  for (size_t r = 0; r < ranks_.size(); ++r)
+    sum.partial[r] = reinterpret_cast<const bf16*>(parts[r]);
+  PushSumAddNorm(push, sum, stream);
 }
 
 void PeerGroup::Join(int rank) {
@@ -82,7 +101,7 @@ void PeerGroup::Join(int rank) {
   own.done = std::make_unique<Event>();
   if (!apart_ || own.inbox.size() > 0) return;
   const auto ranks = static_cast<size_t>(world());
-  own.inbox = DeviceBuffer(2 * ranks * slot_bytes_);
+  own.inbox = DeviceBuffer(2 * ranks * kSlotBytes);
   own.flags = DeviceBuffer((ranks + 1) * kMostPushBlocks * sizeof(uint32_t), /*zeroed=*/true);
 }
 
@@ -117,7 +136,11 @@ DeviceGroup::Parts PeerGroup::Share(int rank, const SharedRows& rows, cudaStream
   const size_t bytes = static_cast<size_t>(rows.num_rows) * rows.row_bytes;
   bool& pushed = ranks_[static_cast<size_t>(rank)].pushed;
   pushed = !rows.sharded && Pushable(bytes, bytes);
-  if (pushed) return Push(rank, rows.own, bytes, bytes, stream);
+  if (pushed) {
+    const auto [push, parts] = NextPush(rank, rows.own, bytes, bytes);
+    Push(push, stream);
+    return parts;
+  }
   Publish(rank, rows.own, stream);
   Parts parts{};
   for (size_t r = 0; r < ranks_.size(); ++r) parts[r] = ranks_[r].pointer;
@@ -143,7 +166,9 @@ void PeerGroup::GatherRows(int rank, const void* own, int num_rows, size_t row_b
   Parts parts{};
   if (pushed) {
     const RowRange mine = ShardOfRows(num_rows, rank, world());
-    parts = Push(rank, own, static_cast<size_t>(mine.count) * row_bytes, most, stream);
+    PushParams push;
+    std::tie(push, parts) = NextPush(rank, own, static_cast<size_t>(mine.count) * row_bytes, most);
+    Push(push, stream);
   } else {
     Publish(rank, own, stream);
     for (size_t r = 0; r < ranks_.size(); ++r) parts[r] = ranks_[r].pointer;

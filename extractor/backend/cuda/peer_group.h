@@ -4,6 +4,7 @@
 // host (push.h).
 #pragma once
 
+#include <utility>
 #include <vector>
 
 #include "extractor/backend/cuda/device_group.h"
@@ -21,6 +22,11 @@ class PeerGroup final : public DeviceGroup {
   void BeginStep(int rank) override;
   Parts Share(int rank, const SharedRows& rows, cudaStream_t stream) override;
   void Release(int rank, cudaStream_t stream) override;
+  void ExchangeAddNorm(int rank, const SharedRows& rows, SumAddNormParams sum,
+                       cudaStream_t stream) override;
+  bool Recordable(size_t bytes, size_t unit) const override {
+    return world() == 1 || Pushable(bytes, unit);
+  }
   void GatherRows(int rank, const void* own, int num_rows, size_t row_bytes, void* all,
                   cudaStream_t stream) override;
 
@@ -28,19 +34,23 @@ class PeerGroup final : public DeviceGroup {
   struct Rank {
     std::unique_ptr<Event> ready, done;
     const std::byte* pointer = nullptr;
-    // Of pushes: [2][world][slot_bytes_], flags and counts [world + 1][kMostPushBlocks].
+    // Of pushes: [2][world][kSlotBytes], flags and counts [world + 1][kMostPushBlocks].
     DeviceBuffer inbox, flags;
     int next = 0;         // which half of the inbox comes next: the last exchange is still read
     bool pushed = false;  // the last Share
   };
+  // A block that a rank pushes: 64 rows of logits of an eighth of a large vocabulary. Larger ones
+  // are read from the rank that has them.
+  static constexpr size_t kSlotBytes = size_t{6} << 20;
   bool Pushable(size_t bytes, size_t unit) const {
-    return apart_ && bytes <= slot_bytes_ && unit % 16 == 0;
+    return apart_ && bytes <= kSlotBytes && unit % 16 == 0;
   }
-  // Rank r's block, of every rank; this rank's own where it is.
-  Parts Push(int rank, const void* own, size_t bytes, size_t most_bytes, cudaStream_t stream);
+  // Of the next push, and where rank r's block will lie, of every rank; this rank's own where it
+  // is.
+  std::pair<PushParams, Parts> NextPush(int rank, const void* own, size_t bytes, size_t most_bytes);
   std::byte* Slot(int of, int half, int from) const {
     return ranks_[static_cast<size_t>(of)].inbox.as<std::byte>() +
-           static_cast<size_t>(half * world() + from) * slot_bytes_;
+           static_cast<size_t>(half * world() + from) * kSlotBytes;
   }
   uint32_t* Flags(int of, int from) const {
     return ranks_[static_cast<size_t>(of)].flags.as<uint32_t>() + from * kMostPushBlocks;
@@ -53,7 +63,6 @@ class PeerGroup final : public DeviceGroup {
   void Meet(int rank);
 
   const bool apart_;
-  const size_t slot_bytes_;
   std::vector<Rank> ranks_;
   PinnedBuffer aborted_word_;  // an int that kernels look at
   std::atomic<int> waiting_ = 0;

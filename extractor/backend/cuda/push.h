@@ -7,11 +7,11 @@
 
 #include <cstdint>
 
-#include "extractor/backend/cuda/device_group.h"
+#include "extractor/backend/cuda/rows.h"
 
 namespace statetap::cuda {
 
-inline constexpr int kMostPushBlocks = 128;
+inline constexpr int kMostPushBlocks = 512;
 
 // inbox[r][0, bytes) = own, on every other rank r; returns (the kernel ends) when theirs have come.
 // A block's piece is announced by a flag that counts its exchanges. All ranks make the same calls
@@ -19,7 +19,7 @@ inline constexpr int kMostPushBlocks = 128;
 struct PushParams {
   const std::byte* own;             // [bytes], at 16
   size_t bytes;                     // a multiple of 16; may be 0
-  size_t most_bytes;                // of any rank: says how many blocks take part
+  size_t most_bytes;                // of any rank: says how many blocks take part (Push)
   int rank, world;                  //
   std::byte* inbox[kMaxRanks];      // this rank's place in the memory of rank r; null: this rank
   uint32_t* flag_at[kMaxRanks];     // [kMostPushBlocks] on rank r: how often this rank has come

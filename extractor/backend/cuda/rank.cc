@@ -177,14 +177,26 @@ void CudaBackend::PlanScratch(const Limits& limits) {
   results_host_ = PinnedBuffer(static_cast<size_t>(3 * tokens) * sizeof(float));
 }
 
+// It only decodes, and no exchange needs the host.
+bool CudaBackend::CanBeGraph(const StepPlan& plan, bool sharded) const {
+  if (plan.num_tokens() > kMostGraphRows || !OnlyDecodes(plan)) return false;
+  const int world = communicator_.world();
+  if (world == 1) return true;
+  const auto rows = static_cast<size_t>(RoundedRows(plan.num_tokens())),
+             logit_rows = std::min(rows, static_cast<size_t>(limits_.max_logit_rows));
+  const size_t row = static_cast<size_t>(limits_.hidden) * sizeof(bf16),
+               logits = static_cast<size_t>(limits_.padded_vocab / world) * sizeof(float);
+  const DeviceGroup& group = communicator_.group();
+  return !sharded && group.Recordable(rows * row, row) &&
+         group.Recordable(logit_rows * logits, logits);
+}
+
 Step CudaBackend::Begin(const StepPlan& asked, bool sharded) {
   Use();
   communicator_.ThrowIfAborted();
   num_rows_ = asked.num_tokens();
   num_logit_rows_ = static_cast<int>(asked.logit_rows.size());
-  // Ranks meet on the host between kernels, which no graph can record: one rank only.
-  as_graph_ = use_graphs_ && communicator_.world() == 1 && num_rows_ <= kMostGraphRows &&
-              OnlyDecodes(asked);
+  as_graph_ = use_graphs_ && CanBeGraph(asked, sharded);
   if (as_graph_) RoundUp(asked, limits_.max_tokens, rounded_);
   const StepPlan& plan = as_graph_ ? rounded_ : asked;
   PlanAttention(plan);

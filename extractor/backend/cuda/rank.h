@@ -79,8 +79,7 @@ class CudaBackend : public Backend {
   StreamProductParams GateAndUp(const bf16* x, int hidden, const Weight& gate, const Weight& up,
                                 int rows) const;
   void CopyStatesOut();
-  // Every rank's partial sums in reach; the rest is the caller's. Ends with communicator_.Release.
-  SumAddNormParams SharedPartials(const void* own, int num_rows, int hidden, bool sharded);
+  bool CanBeGraph(const StepPlan& plan, bool sharded) const;
   // The forms of attention: rows that decode are attended absorbed, their keys in parts; prompts in
   // the expanded form, or absorbed where the model's sizes do not suit that.
   void PlanAttention(const StepPlan& plan);

@@ -67,21 +67,10 @@ void CudaBackend::Embed(const Step& step, const EmbedParams& p) {
             stream());
 }
 
-SumAddNormParams CudaBackend::SharedPartials(const void* own, int num_rows, int hidden,
-                                             bool sharded) {
-  const DeviceGroup::Parts parts = communicator_.Share(
-      {own, num_rows, static_cast<size_t>(hidden) * sizeof(bf16), sharded}, stream());
-  SumAddNormParams sum{};
-  sum.world = communicator_.world();
-  sum.hidden = hidden;
-  for (size_t rank = 0; rank < static_cast<size_t>(sum.world); ++rank)
-    sum.partial[rank] = reinterpret_cast<const bf16*>(parts[rank]);
-  return sum;
-}
-
 void CudaBackend::ExchangeAddNorm(const Step& step, const ExchangeAddNormParams& p) {
   if (replays_) return;
-  SumAddNormParams sum = SharedPartials(p.partial, step.num_tokens, p.hidden, step.sharded);
+  SumAddNormParams sum{};
+  sum.hidden = p.hidden;
   sum.first_row = step.own.begin;
   sum.num_rows = step.own.count;
   sum.residual = static_cast<bf16*>(p.residual);
@@ -89,8 +78,9 @@ void CudaBackend::ExchangeAddNorm(const Step& step, const ExchangeAddNormParams&
   sum.weight = p.weight == nullptr ? nullptr : AsMatrix(*p.weight).vector();
   sum.eps = p.eps;
   sum.normed = static_cast<bf16*>(p.normed);
-  SumAddNorm(sum, stream());
-  communicator_.Release(stream());
+  communicator_.ExchangeAddNorm(
+      {p.partial, step.num_tokens, static_cast<size_t>(p.hidden) * sizeof(bf16), step.sharded}, sum,
+      stream());
 }
 
 void CudaBackend::LatentProject(const Step& step, const LatentProjectParams& p) {
@@ -172,12 +162,14 @@ void CudaBackend::Sample(const Step& step, const SampleParams& p) {
   norm.num_rows = p.count;
   norm.eps = p.eps;
   RmsNorm(norm, stream());
-  SumAddNormParams sum = SharedPartials(picked_.as<bf16>(), p.count, p.hidden, /*sharded=*/false);
+  SumAddNormParams sum{};
+  sum.hidden = p.hidden;
   sum.num_rows = p.count;
   sum.residual = normed_.as<bf16>();
   sum.replace = true;
-  SumAddNorm(sum, stream());
-  communicator_.Release(stream());
+  communicator_.ExchangeAddNorm({picked_.as<void>(), p.count,
+                                 static_cast<size_t>(p.hidden) * sizeof(bf16), /*sharded=*/false},
+                                sum, stream());
 
   const DeviceMatrix& head = AsMatrix(p.lm_head);
   GemmParams product{

@@ -6,6 +6,7 @@
 
 #include "extractor/backend/cuda/check.h"
 #include "extractor/backend/cuda/launch.h"
+#include "extractor/backend/cuda/push_piece.h"
 
 namespace statetap::cuda {
 namespace {
@@ -108,11 +109,17 @@ __device__ void NormColumns(const SumAddNormParams& p, int64_t row, int c, bool 
 constexpr int kHeld = 2;  // chunks of a row that a thread keeps
 
 // One block a row: what a thread added up stays in its registers. Rows of up to 16,384 values; how
-// many threads there are depends on the width alone.
-__global__ void SumAddNormKernel(const SumAddNormParams p, bool wide) {
+// many threads there are depends on the width alone. kPushes: the row goes to the other ranks
+// first.
+template <bool kPushes>
+__global__ void SumAddNormKernel(const SumAddNormParams p, const PushParams push, bool wide) {
   const int64_t row = blockIdx.x;
   LetNextBegin();
   WaitForEarlier();
+  if constexpr (kPushes) {
+    const size_t units = static_cast<size_t>(p.hidden) * sizeof(bf16) / sizeof(uint4);
+    PushPiece(push, static_cast<int>(row), row * units, (row + 1) * units);
+  }
   const auto column = [&](int i) {
     return static_cast<int>(threadIdx.x + i * blockDim.x) * kChunk;
   };
@@ -255,6 +262,20 @@ unsigned Blocks(int64_t count) {
   return static_cast<unsigned>(std::min<int64_t>((count + kThreads - 1) / kThreads, 65536));
 }
 
+constexpr unsigned kMostThreads = 1024;
+
+// Of SumAddNormKernel.
+unsigned ThreadsOf(int hidden) {
+  const int chunks = (hidden + kChunk - 1) / kChunk;
+  return static_cast<unsigned>((chunks + 32 * kHeld - 1) / (32 * kHeld) * 32);
+}
+
+bool WideRows(const SumAddNormParams& p) {
+  bool wide = p.hidden % kChunk == 0 && Aligned(p.residual) && Aligned(p.normed);
+  for (int rank = 0; rank < p.world; ++rank) wide = wide && Aligned(p.partial[rank]);
+  return wide;
+}
+
 bool WideRows(const RmsNormParams& p) {
   return p.hidden % kChunk == 0 && p.x_stride % kChunk == 0 && p.y_stride % kChunk == 0 &&
          Aligned(p.x) && Aligned(p.y);
@@ -273,16 +294,22 @@ bool CanLaunchEarly() {
 
 void SumAddNorm(const SumAddNormParams& p, cudaStream_t stream) {
   if (p.num_rows == 0) return;
-  bool wide = p.hidden % kChunk == 0 && Aligned(p.residual) && Aligned(p.normed);
-  for (int rank = 0; rank < p.world; ++rank) wide = wide && Aligned(p.partial[rank]);
   const dim3 grid(static_cast<unsigned>(p.num_rows));
-  const int chunks = (p.hidden + kChunk - 1) / kChunk,
-            threads = (chunks + 32 * kHeld - 1) / (32 * kHeld) * 32;
-  if (threads <= 1024) {
-    LaunchEarly(SumAddNormKernel, grid, static_cast<unsigned>(threads), 0, stream, p, wide);
+  if (const unsigned threads = ThreadsOf(p.hidden); threads <= kMostThreads) {
+    LaunchEarly(SumAddNormKernel<false>, grid, threads, 0, stream, p, PushParams{}, WideRows(p));
   } else {
-    LaunchEarly(SumAddNormWideKernel, grid, kThreads, 0, stream, p, wide);
+    LaunchEarly(SumAddNormWideKernel, grid, kThreads, 0, stream, p, WideRows(p));
   }
+}
+
+bool CanPushRows(int num_rows, int hidden) {
+  return num_rows <= kMostPushBlocks && hidden % kChunk == 0 && ThreadsOf(hidden) <= kMostThreads;
+}
+
+void PushSumAddNorm(const PushParams& push, const SumAddNormParams& p, cudaStream_t stream) {
+  if (p.num_rows == 0) return;
+  LaunchEarly(SumAddNormKernel<true>, dim3(static_cast<unsigned>(p.num_rows)), ThreadsOf(p.hidden),
+              0, stream, p, push, WideRows(p));
 }
 
 void RmsNorm(const RmsNormParams& p, cudaStream_t stream) {

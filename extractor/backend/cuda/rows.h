@@ -6,10 +6,12 @@
 
 #include <cstdint>
 
-#include "extractor/backend/cuda/device_group.h"
 #include "extractor/backend/cuda/gemm.h"
 
 namespace statetap::cuda {
+
+inline constexpr int kMaxRanks = 16;
+struct PushParams;
 
 // residual[t] (+)= sum over ranks, in rank order, of partial[rank][first_row + t], summed in fp32,
 // rounded once; normed[t] = residual[t] · rsqrt(mean(residual[t]²) + eps) · weight.
@@ -24,6 +26,10 @@ struct SumAddNormParams {
   bf16* normed;  // [num_rows, hidden]
 };
 void SumAddNorm(const SumAddNormParams& params, cudaStream_t stream);
+// The same behind a push of this rank's rows in the same kernel, row by row (push.h): partial[rank]
+// is push.own, the others' are this rank's inbox. REQUIRES: CanPushRows.
+bool CanPushRows(int num_rows, int hidden);
+void PushSumAddNorm(const PushParams& push, const SumAddNormParams& params, cudaStream_t stream);
 
 // y[i] = x[r] · rsqrt(mean(x[r]²) + eps) · weight, with r = rows == null ? i : rows[i] − first_row.
 // Where r is outside [0, num_x_rows): y[i] = 0. y may be x.
