@@ -4,13 +4,18 @@
 // is its own, repeated; tokens are drawn from the whole vocabulary, seven eighths of whose logits
 // are random. Rates are node equivalents: the tokens of a step over the rank's time for it.
 //
+// --exchange: what prompts cost with the exchanges of eight ranks beside the same without, two
+// ranks on two GPUs that play the others to each other (stand_in_group.h); on one GPU the rank
+// copies its own rows.
+//
 // Routing: `uniform`; `zipf`, expert i of the order of popularity chosen 1/i as often as the first;
 // `hot`, one expert of this rank chosen four times as often as the others. Skew is made by the
 // router's bias, so that the router does its real work.
 //
 //   rank_bench [--layers N] [--experts expert|tensor] [--kernels auto|portable|hopper]
 //              [--routing uniform,zipf,hot] [--prefill 8192,…] [--decode 1,16,…]
-//              [--context 2048,…] [--repeats N] [--graphs on|off]
+//              [--context 2048,…] [--repeats N] [--graphs on|off] [--exchange
+//              none,serial,overlapped]
 #include <algorithm>
 #include <chrono>
 #include <cmath>
@@ -18,8 +23,10 @@
 #include <map>
 #include <random>
 #include <string>
+#include <thread>
 
 #include "bench/random_fill.h"
+#include "bench/stand_in_group.h"
 #include "extractor/backend/cuda/check.h"
 #include "extractor/backend/cuda/rank.h"
 #include "extractor/model/transformer.h"
@@ -55,11 +62,10 @@ ModelConfig KimiK25(int layers) {
   return c;
 }
 
-// Rank kRank of kWorld without the others. Times each op by events if asked.
+// A rank with the experts of rank kRank, without the others. Times each op by events if asked.
 class LoneRank final : public cuda::CudaBackend {
  public:
-  LoneRank(const std::shared_ptr<cuda::PeerGroup>& group, const CudaOptions& options)
-      : CudaBackend(0, 0, group, options) {}
+  using CudaBackend::CudaBackend;
 
   // Nobody times zeros.
   void FillCache() {
@@ -84,13 +90,8 @@ class LoneRank final : public cuda::CudaBackend {
   std::map<std::string, double> milliseconds;  // by op, of all timed steps
 
   Step Begin(const StepPlan& plan, bool sharded) override {
-    Step step = CudaBackend::Begin(plan, sharded);
     sharded_ = sharded;
-    if (sharded) {
-      step.sharded = true;
-      step.own = ShardOfRows(step.num_tokens, kRank, kWorld);
-    }
-    return step;
+    return CudaBackend::Begin(plan, sharded);
   }
   void Embed(const Step& s, const EmbedParams& p) override {
     Timed("embed", [&] { CudaBackend::Embed(s, p); });
@@ -102,14 +103,7 @@ class LoneRank final : public cuda::CudaBackend {
     Timed("latent project", [&] { CudaBackend::LatentProject(s, p); });
   }
   void Gather(const Step& s, const GatherParams& p) override {
-    if (!s.sharded || p.row_bytes > 64) return;  // what the others would send
-    for (int rank = 0; rank < kWorld; ++rank) {  // their choice of experts: ours again
-      const RowRange rows = ShardOfRows(s.num_tokens, rank, kWorld);
-      cuda::Check(cudaMemcpyAsync(
-          static_cast<std::byte*>(p.all) + static_cast<size_t>(rows.begin) * p.row_bytes, p.own,
-          static_cast<size_t>(std::min(rows.count, s.own.count)) * p.row_bytes,
-          cudaMemcpyDeviceToDevice, stream()));
-    }
+    Timed("gather", [&] { CudaBackend::Gather(s, p); });
   }
   void Attention(const Step& s, const AttentionParams& p) override {
     Timed("attention", [&] { CudaBackend::Attention(s, p); });
@@ -133,8 +127,8 @@ class LoneRank final : public cuda::CudaBackend {
     const auto block = static_cast<size_t>(count) * static_cast<size_t>(vocab_per_rank);
     // Of a sharded step most rows are other ranks', and zero here.
     if (!sharded_) {
-      cuda::Check(cudaMemcpyAsync(logits_.as<float>() + kRank * block, own, block * sizeof(float),
-                                  cudaMemcpyDeviceToDevice, stream()));
+      cuda::Check(cudaMemcpyAsync(logits_.as<float>() + communicator().rank() * block, own,
+                                  block * sizeof(float), cudaMemcpyDeviceToDevice, stream()));
     }
     return logits_.as<float>();
   }
@@ -181,7 +175,7 @@ class LoneRank final : public cuda::CudaBackend {
 };
 
 WeightPtr RandomMatrix(Backend& backend, int64_t rows, int64_t cols, float scale = 1) {
-  static uint32_t seed = 1;
+  static uint32_t seed = 1;  // ranks are made one after the other
   auto weight = backend.NewMatrix(rows, cols, DType::kBf16);
   const auto& matrix = cuda::AsMatrix(*weight);
   FillNormal(const_cast<cuda::bf16*>(matrix.data()), rows * cols,
@@ -275,6 +269,7 @@ struct Options {
   CudaOptions cuda;
   std::vector<int> prefill = {8192, 16384}, decode = {1, 16, 64, 256}, context = {2048};
   std::vector<Routing> routing = {Routing::kUniform};
+  std::vector<Exchange> exchange = {Exchange::kNone};
   bool graphs = true;
   int repeats = 5;
 };
@@ -285,11 +280,13 @@ int Largest(const std::vector<int>& numbers) {
 
 class Bench {
  public:
-  explicit Bench(const Options& options)
+  Bench(const Options& options, int rank, int device, std::shared_ptr<StandInGroup> group)
       : options_(options),
+        rank_(rank),
         config_(KimiK25(options.layers)),
         layout_(*ParallelLayout::Make(config_, kWorld, options.experts, true)),
-        backend_(std::make_shared<cuda::PeerGroup>(1), options.cuda) {
+        group_(std::move(group)),
+        backend_(rank, device, group_, options.cuda) {
     const double before = Used();
     ModelWeights weights = RandomWeights(backend_, config_, layout_);
     const double weights_bytes = Used() - before;
@@ -313,6 +310,7 @@ class Bench {
     backend_.MakeLogits(limits.max_logit_rows, layout_.vocab_per_rank());
     const auto cache =
         static_cast<double>(Transformer::PageBytes(config_, backend_.activation_bytes()) * kPages);
+    if (rank_ != 0) return;
     std::printf(
         "one rank of %d, communication excluded: %d layers, %s layout, %s kernels, graphs %s\n"
         "memory, GB: weights %.1f, cache %.1f (%d tokens), scratch for %d tokens and the rest "
@@ -323,6 +321,35 @@ class Bench {
         max_tokens_, (Used() - before - weights_bytes - cache) / 1e9);
   }
 
+  // Every routing, exchange, size; beside the other ranks' threads.
+  void Measure() {
+    for (const Routing routing : options_.routing) {
+      Route(routing);
+      for (const Exchange exchange : options_.exchange) {
+        Use(exchange);
+        const bool alone = exchange == Exchange::kNone;
+        for (const bool capture : {false, true}) {
+          if (capture && !alone) continue;
+          for (const int tokens : options_.prefill) Prefill(tokens, capture);
+          for (const int context : options_.context) {
+            for (const int batch : options_.decode) {
+              if (alone) Decode(batch, context, capture);
+            }
+          }
+        }
+      }
+    }
+  }
+
+ private:
+  static constexpr int kPages = 4096;
+
+  void Use(Exchange exchange) {
+    group_->Slowest(rank_, 0);
+    if (rank_ == 0) group_->exchange = exchange;
+    group_->Slowest(rank_, 0);
+  }
+
   void Route(Routing routing) {
     const std::vector<double> chosen = Popularity(config_, routing);
     const std::vector<float> bias = BiasFor(chosen, config_.top_k);
@@ -330,8 +357,10 @@ class Bench {
     double here = 0;
     const std::vector<int32_t> slots = layout_.SlotsOf(1, kRank);
     for (size_t e = 0; e < chosen.size(); ++e) here += slots[e] >= 0 ? chosen[e] : 0;
-    std::printf("\n%s routing: %.2f of a token's %d experts here on average\n",
-                kRoutingNames[static_cast<int>(routing)], here, config_.top_k);
+    if (rank_ == 0) {
+      std::printf("\n%s routing: %.2f of a token's %d experts here on average\n",
+                  kRoutingNames[static_cast<int>(routing)], here, config_.top_k);
+    }
   }
 
   // Samples of kSampleTokens, packed.
@@ -347,8 +376,11 @@ class Bench {
     }
     if (capture) plan.boundaries = CapturedBoundaries();
     const double ms = Run(plan);
-    std::printf("prefill %6d tokens%s: %8.2f ms, %7.0f tok/s node equivalent\n", tokens,
-                capture ? " with capture" : "             ", ms, tokens / ms * 1e3);
+    if (rank_ != 0) return;
+    std::printf("prefill %6d tokens%s", tokens, capture ? " with capture" : "             ");
+    if (group_->exchange != Exchange::kNone)
+      std::printf(", exchange %s", kExchangeNames[static_cast<int>(group_->exchange)]);
+    std::printf(": %8.2f ms, %7.0f tok/s node equivalent\n", ms, tokens / ms * 1e3);
     PrintOps();
   }
 
@@ -365,13 +397,11 @@ class Bench {
       AddLogit(plan, t);
     }
     const double ms = Run(plan);
+    if (rank_ != 0) return;
     std::printf("decode batch %4d context %6d%s: %7.2f ms a step, %7.0f tok/s\n", batch, context,
                 capture ? " with capture" : "             ", ms, batch / ms * 1e3);
     PrintOps();
   }
-
- private:
-  static constexpr int kPages = 4096;
 
   void AddToken(StepPlan& plan, int position, int sequence) {
     const int first = layout_.vocab_per_rank() * 0;  // rank 0 of the lone group holds these ids
@@ -384,7 +414,7 @@ class Bench {
     plan.draws.push_back({1.0, 0.95, 1, static_cast<uint64_t>(row), 1, -1});
   }
 
-  // Median milliseconds of a step; then a table of ops from timed steps.
+  // Milliseconds of a step, median, of the slower rank; then a table of ops from timed steps.
   double Run(const StepPlan& plan) {
     const bool sharded = plan.num_tokens() >= kShardedFrom;
     while (output_.states.size() < plan.boundaries.size()) {
@@ -394,11 +424,13 @@ class Bench {
     }
     std::vector<double> times;
     for (int i = 0; i < options_.repeats + 2; ++i) {
+      group_->Slowest(rank_, 0);
       const auto start = std::chrono::steady_clock::now();
       model_->Forward(plan, sharded, output_);
       const std::chrono::duration<double, std::milli> took =
           std::chrono::steady_clock::now() - start;
-      if (i >= 2) times.push_back(took.count());
+      const double slowest = group_->Slowest(rank_, took.count());
+      if (i >= 2) times.push_back(slowest);
     }
     std::sort(times.begin(), times.end());
     // The second time may be as a graph; its events are nodes of it.
@@ -432,8 +464,10 @@ class Bench {
   }
 
   const Options options_;
+  const int rank_;
   const ModelConfig config_;
   const ParallelLayout layout_;
+  const std::shared_ptr<StandInGroup> group_;
   LoneRank backend_;
   std::unique_ptr<Transformer> model_;
   StepOutput output_;
@@ -488,6 +522,16 @@ std::vector<int> Numbers(const char* text) {
   return numbers;
 }
 
+// Those of three that the text names.
+template <typename T>
+std::vector<T> Named(const std::string& text, const char* const (&names)[3]) {
+  std::vector<T> values;
+  for (int i = 0; i < 3; ++i) {
+    if (text.find(names[i]) != std::string::npos) values.push_back(static_cast<T>(i));
+  }
+  return values;
+}
+
 int Main(int argc, char** argv) {
   Options options;
   for (int i = 1; i + 1 < argc; i += 2) {
@@ -503,26 +547,28 @@ int Main(int argc, char** argv) {
     if (name == "--decode") options.decode = Numbers(argv[i + 1]);
     if (name == "--context") options.context = Numbers(argv[i + 1]);
     if (name == "--graphs") options.graphs = value == "on";
-    if (name == "--routing") {
-      options.routing.clear();
-      for (int r = 0; r < 3; ++r) {
-        if (value.find(kRoutingNames[r]) != std::string::npos)
-          options.routing.push_back(static_cast<Routing>(r));
-      }
-    }
+    if (name == "--exchange") options.exchange = Named<Exchange>(value, kExchangeNames);
+    if (name == "--routing") options.routing = Named<Routing>(value, kRoutingNames);
   }
   cuda::Check(cudaSetDevice(0));
   Ceilings();
-  Bench bench(options);
-  for (const Routing routing : options.routing) {
-    bench.Route(routing);
-    for (const bool capture : {false, true}) {
-      for (const int tokens : options.prefill) bench.Prefill(tokens, capture);
-      for (const int context : options.context) {
-        for (const int batch : options.decode) bench.Decode(batch, context, capture);
-      }
-    }
+  const bool exchanges = options.exchange != std::vector{Exchange::kNone};
+  const std::vector<int> devices =
+      exchanges && NumGpus() > 1 ? std::vector<int>{0, 1} : std::vector<int>{0};
+  const auto group = std::make_shared<StandInGroup>(kWorld, devices);
+  std::vector<std::unique_ptr<Bench>> ranks;
+  for (const int device : devices) {
+    cuda::Check(cudaSetDevice(device));
+    ranks.push_back(std::make_unique<Bench>(options, device, device, group));
   }
+  std::vector<std::thread> threads;
+  for (const int device : devices) {
+    threads.emplace_back([&, device] {
+      cuda::Check(cudaSetDevice(device));
+      ranks[static_cast<size_t>(device)]->Measure();
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
   return 0;
 }
 

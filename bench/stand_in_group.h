@@ -1,0 +1,150 @@
+// One or two ranks of eight, each on a GPU of its own: the others' part in an exchange is left out,
+// or played by the other GPU (by the rank itself where there is one GPU). A rank then moves the
+// bytes that it would move among eight, all of them over one link; what is summed are not the sums
+// of a model.
+#pragma once
+
+#include <algorithm>
+#include <barrier>
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "extractor/backend/cuda/check.h"
+#include "extractor/backend/cuda/device_group.h"
+#include "extractor/backend/cuda/owners.h"
+
+namespace statetap::bench {
+
+enum class Exchange {
+  kNone,    // a rank adds its own rows alone
+  kSerial,  // as the product does it: the other ranks' rows are read as they are added up
+  // As with two halves of the tokens in flight: rows are copied by copy engines beside the next
+  // half of a layer, which does not wait for them; the one behind it does.
+  kOverlapped,
+};
+inline constexpr const char* kExchangeNames[] = {"none", "serial", "overlapped"};
+
+class StandInGroup final : public cuda::DeviceGroup {
+ public:
+  StandInGroup(int world, std::vector<int> devices)
+      : DeviceGroup(world), meeting_(static_cast<std::ptrdiff_t>(devices.size())) {
+    for (const int device : devices) {
+      cuda::Check(cudaSetDevice(device));
+      ranks_.emplace_back(std::make_unique<Rank>());
+      for (const int other : devices) {
+        if (other == device) continue;
+        const cudaError_t code = cudaDeviceEnablePeerAccess(other, 0);
+        if (code != cudaErrorPeerAccessAlreadyEnabled) cuda::Check(code);
+      }
+      (void)cudaGetLastError();
+    }
+  }
+  const char* name() const override { return "a stand-in"; }
+  Exchange exchange = Exchange::kNone;  // between steps
+
+  // On every rank's thread: all have come; the largest of what they brought.
+  double Slowest(int rank, double value) {
+    ranks_[static_cast<size_t>(rank)]->value = value;
+    meeting_.arrive_and_wait();
+    double most = 0;
+    for (const auto& other : ranks_) most = std::max(most, other->value);
+    meeting_.arrive_and_wait();
+    return most;
+  }
+
+  void Join(int) override {}
+  bool Recordable(size_t, size_t) const override { return exchange == Exchange::kNone; }
+  void Reserve(int rank, int num_rows, size_t row_bytes, bool sharded) override {
+    if (sharded) of(rank).staging.Reserve(static_cast<size_t>(num_rows) * row_bytes);
+  }
+  Parts Share(int, const cuda::SharedRows&, cudaStream_t) override { return {}; }
+  void Release(int, cudaStream_t) override {}
+
+  void ExchangeAddNorm(int rank, const cuda::SharedRows& rows, cuda::SumAddNormParams sum,
+                       cudaStream_t stream) override {
+    const auto* own = static_cast<const cuda::bf16*>(rows.own);
+    const bool exchanges = rows.sharded && exchange != Exchange::kNone;
+    sum.world = exchanges ? world() : 1;
+    std::fill_n(sum.partial, sum.world, own);
+    if (!exchanges) return cuda::SumAddNorm(sum, stream);
+    const RowRange mine = ShardOfRows(rows.num_rows, rank, world());
+    const auto* theirs = static_cast<const cuda::bf16*>(Publish(rank, own, stream));
+    Rank& here = of(rank);
+    if (exchange == Exchange::kSerial) {
+      std::fill_n(sum.partial, sum.world, theirs);
+    } else {
+      here.copied.Hold(stream);  // what was exchanged behind the last half of a layer
+      here.ready.Hold(here.copies.get());
+      const size_t block = static_cast<size_t>(mine.count) * rows.row_bytes;
+      for (int r = 0; r < world(); ++r) {
+        if (r == rank) continue;
+        auto* place = here.staging.as<std::byte>() + static_cast<size_t>(r) * block;
+        Copy(place, reinterpret_cast<const std::byte*>(theirs) + static_cast<size_t>(r) * block,
+             block, here.copies.get());
+        sum.partial[r] = reinterpret_cast<const cuda::bf16*>(
+            place - static_cast<size_t>(mine.begin) * rows.row_bytes);
+      }
+      here.copied.Record(here.copies.get());
+    }
+    sum.partial[rank] = own;
+    cuda::SumAddNorm(sum, stream);
+    Return(rank, stream);
+  }
+
+  // The choice of experts is this rank's own, repeated, so that the routing stays real.
+  void GatherRows(int rank, const void* own, int num_rows, size_t row_bytes, void* all,
+                  cudaStream_t stream) override {
+    const RowRange mine = ShardOfRows(num_rows, rank, world());
+    const bool small = row_bytes <= 64, exchanges = !small && exchange != Exchange::kNone;
+    if (!small && !exchanges) return;
+    const void* theirs = exchanges ? Publish(rank, own, stream) : own;
+    Rank& here = of(rank);
+    const bool beside = exchanges && exchange == Exchange::kOverlapped;
+    if (beside) here.ready.Hold(here.copies.get());
+    for (int r = 0; r < world(); ++r) {
+      const RowRange rows = ShardOfRows(num_rows, r, world());
+      Copy(static_cast<std::byte*>(all) + static_cast<size_t>(rows.begin) * row_bytes,
+           r == rank ? own : theirs,
+           static_cast<size_t>(std::min(rows.count, mine.count)) * row_bytes,
+           beside ? here.copies.get() : stream);
+    }
+    if (beside) here.copied.Record(here.copies.get());
+    if (exchanges) Return(rank, stream);
+  }
+
+ private:
+  struct Rank {
+    cuda::Event ready, done, copied;
+    cuda::Stream copies;
+    cuda::DeviceBuffer staging;
+    const void* pointer = nullptr;
+    double value = 0;
+  };
+  Rank& of(int rank) { return *ranks_[static_cast<size_t>(rank)]; }
+  Rank& other(int rank) { return *ranks_[ranks_.size() - 1 - static_cast<size_t>(rank)]; }
+  static void Copy(void* to, const void* from, size_t bytes, cudaStream_t stream) {
+    cuda::Check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, stream));
+  }
+  // The other rank's pointer, once its stream has come as far as this one.
+  const void* Publish(int rank, const void* pointer, cudaStream_t stream) {
+    of(rank).pointer = pointer;
+    of(rank).ready.Record(stream);
+    meeting_.arrive_and_wait();
+    const void* theirs = other(rank).pointer;
+    const bool beside = exchange == Exchange::kOverlapped;
+    other(rank).ready.Hold(beside ? of(rank).copies.get() : stream);
+    return theirs;
+  }
+  // Behind the exchange; where it is serial, until the other rank has read.
+  void Return(int rank, cudaStream_t stream) {
+    if (exchange == Exchange::kSerial) of(rank).done.Record(stream);
+    meeting_.arrive_and_wait();
+    if (exchange == Exchange::kSerial) other(rank).done.Hold(stream);
+  }
+
+  std::barrier<> meeting_;
+  std::vector<std::unique_ptr<Rank>> ranks_;
+};
+
+}  // namespace statetap::bench
