@@ -1,12 +1,15 @@
 // Kernels that the ops choose among, each against plain arithmetic on the host, outputs poisoned:
 // sizes that no model has, and the promise that a row's bits do not depend on its company.
+#include <algorithm>
 #include <cmath>
 #include <random>
+#include <thread>
 
 #include "extractor/backend/cuda/decode.h"
 #include "extractor/backend/cuda/owners.h"
 #include "extractor/backend/cuda/step_graphs.h"
 #include "extractor/backend/cuda/stream_product.h"
+#include "extractor/backend/cuda/weights.h"
 #include "tests/support/gpu.h"
 #include "tests/support/status_matchers.h"
 
@@ -267,6 +270,72 @@ StepPlan DecodePlan(int rows) {
     for (int page = 0; page < 3; ++page) plan.page_table.push_back(t * 3 + page);
   }
   return plan;
+}
+
+// A word of a block holds nibbles of two rows, which may come at the same time.
+TEST(DeviceExpertsTest, PiecesFromSeveralThreadsInAnyOrderMakeTheSameBlocks) {
+  SKIP_WITHOUT_GPU();
+  constexpr int kSlots = 3, kHidden = 192, kWidth = 128, kThreads = 4;
+  ExpertsShape shape{kSlots, kHidden, kWidth, true, DType::kBf16, DType::kBf16, {0, 1, 2}};
+  std::mt19937 random(5);
+  struct Part {
+    int number, rows;
+    std::vector<uint32_t> words;
+  };
+  std::vector<Part> parts;
+  for (int slot = 0; slot < kSlots; ++slot) {
+    for (const Projection projection : {Projection::kGate, Projection::kUp, Projection::kDown}) {
+      const bool down = projection == Projection::kDown;
+      const int rows = down ? kHidden : kWidth, columns = down ? kWidth : kHidden;
+      for (const bool scales : {false, true}) {
+        Part part{ExpertPart(slot, projection, scales), rows, {}};
+        part.words.resize(static_cast<size_t>(rows) * static_cast<size_t>(columns) /
+                          (scales ? 64 : 8));
+        for (uint32_t& word : part.words) word = static_cast<uint32_t>(random());
+        parts.push_back(std::move(part));
+      }
+    }
+  }
+  const auto backend = std::move(MakeCudaBackends(1, {})[0]);
+  const auto blocks_of = [&](int threads) {
+    const auto weight = backend->NewExperts(shape);
+    struct Piece {
+      const Part* part;
+      int first, rows;
+    };
+    std::vector<Piece> pieces;
+    for (const Part& part : parts) {
+      for (int first = 0, rows; first < part.rows; first += rows) {
+        rows = std::min(threads == 1 ? part.rows : 1 + static_cast<int>(random() % 13),
+                        part.rows - first);
+        pieces.push_back({&part, first, rows});
+      }
+    }
+    if (threads > 1) std::shuffle(pieces.begin(), pieces.end(), random);
+    std::vector<std::thread> workers;
+    for (int thread = 0; thread < threads; ++thread) {
+      workers.emplace_back([&, thread] {
+        for (size_t i = static_cast<size_t>(thread); i < pieces.size();
+             i += static_cast<size_t>(threads)) {
+          const auto& [part, first, rows] = pieces[i];
+          const size_t row = part->words.size() / static_cast<size_t>(part->rows);
+          weight->Fill(part->number, first, rows,
+                       reinterpret_cast<const std::byte*>(part->words.data() +
+                                                          static_cast<size_t>(first) * row),
+                       static_cast<int64_t>(row * sizeof(uint32_t)));
+        }
+      });
+    }
+    for (std::thread& worker : workers) worker.join();
+    backend->FinishWeights();
+    const DeviceExperts& experts = AsExperts(*weight);
+    std::vector<unsigned char> bytes(static_cast<size_t>(kSlots * experts.slot_bytes()));
+    testing::ExpectCuda(
+        cudaMemcpy(bytes.data(), experts.memory(), bytes.size(), cudaMemcpyDeviceToHost));
+    return bytes;
+  };
+  const auto whole = blocks_of(1);
+  for (int round = 0; round < 3; ++round) EXPECT_TRUE(blocks_of(kThreads) == whole);
 }
 
 TEST(StepGraphsTest, APlanIsRoundedUpByItsLastRow) {

@@ -19,9 +19,12 @@ using testing::SafetensorsFile;
 using testing::SourceDir;
 
 // bf16 rounding, relative to the norm of a row (design.md §7). A layer rounds some fifteen
-// times, 1.6e-3 each, so a row in a hundred of the trained model and a row in ten of the random
-// ones (64 wide, sharp attention) may lie above; none at twice as much. What a layer adds is known
-// no better than the stream that it is added to: two roundings of that come on top.
+// times, 1.6e-3 each, so a row in a hundred of the trained model and a row in twenty of the random
+// ones (64 wide, sharp attention) may lie above; none at twice as much. Transformers in bf16, from
+// the same inputs and by the same measure (tests/reference/bf16_layers.py), keeps 99.3 % of
+// tiny-kimi's rows within it, 62 % of `mid`'s and 72 to 80 % of the random models', the worst at
+// 2.8e-2. What a layer adds is known no better than the stream that it is added to: two roundings
+// of that come on top.
 constexpr double kTolerance = 1e-2;
 constexpr double kStreamRounding = 3e-3;
 // Tokens whose choice of experts was closer than this may go another way in bf16. So may, now and
@@ -370,7 +373,6 @@ TEST_P(CudaMidTest, AgreesLayerByLayer) {
   const char* folder = std::getenv("STATETAP_MID");
   if (folder == nullptr) GTEST_SKIP() << "STATETAP_MID does not name the checkpoint: not tested";
   Variant variant;
-  variant.within = 0.95;
   std::tie(variant.ranks, variant.experts, variant.sharded) = GetParam();
   Check(folder, std::filesystem::path(folder) / "reference.safetensors", variant);
 }
@@ -387,7 +389,7 @@ TEST_P(CudaFamilyTest, AgreesOnOneAndTwoRanks) {
   const auto folder = SourceDir() / "tests/data/reference" / GetParam();
   for (const int ranks : {1, 2})
     Check(folder, folder / "reference.safetensors",
-          {0.9, ranks, ExpertLayout::kExpert, ranks == 2});
+          {0.95, ranks, ExpertLayout::kExpert, ranks == 2});
 }
 
 INSTANTIATE_TEST_SUITE_P(Every, CudaFamilyTest, testing::ReferenceFamilies(), testing::FamilyName);
