@@ -12,6 +12,8 @@
 //   open        a stream on 25,000 samples, shuffled: seconds until the first one is here
 //
 //   stream_bench [--work FOLDER] [--samples N] [--tokens N] [--rounds N] [--cases stream,…]
+//   stream_bench --prepare FOLDER; --receive HOST:PORT --group G     parts of it, for
+//   python_bench.py
 #include <arpa/inet.h>
 #include <signal.h>
 #include <sys/socket.h>
@@ -164,6 +166,21 @@ int ServeTcp(const fs::path& path, size_t bytes) {
   }
 }
 
+// The bytes of the states that came.
+absl::StatusOr<int64_t> ReceiveAll(Client& client, const v1::StreamStart& start) {
+  STATETAP_ASSIGN_OR_RETURN(const auto receiver, FeatureReceiver::Open(client, start, {}));
+  int64_t bytes = 0;
+  while (true) {
+    STATETAP_ASSIGN_OR_RETURN(const auto sample, receiver->Next());
+    if (!sample) break;
+    for (const auto& states : sample->states)
+      bytes += static_cast<int64_t>(states.size() * sizeof(uint16_t));
+    receiver->Ack(sample->sequence);
+  }
+  STATETAP_RETURN_IF_ERROR(receiver->Close());
+  return bytes;
+}
+
 class StreamBench {
  public:
   StreamBench(const Options& options, fs::path folder)
@@ -270,14 +287,7 @@ class StreamBench {
 
   absl::StatusOr<double> Receive() {
     const auto begin = Clock::now();
-    STATETAP_ASSIGN_OR_RETURN(const auto receiver,
-                              FeatureReceiver::Open(*client_, Start("bench"), {}));
-    while (true) {
-      STATETAP_ASSIGN_OR_RETURN(const auto sample, receiver->Next());
-      if (!sample) break;
-      receiver->Ack(sample->sequence);
-    }
-    STATETAP_RETURN_IF_ERROR(receiver->Close());
+    STATETAP_RETURN_IF_ERROR(ReceiveAll(*client_, Start("bench")).status());
     return Rate(SecondsSince(begin));
   }
 
@@ -353,6 +363,30 @@ class StreamBench {
   int group_ = 0;
 };
 
+// For python_bench: what the cases read, for a server to be started on folder/data.
+absl::Status Prepare(const fs::path& folder, const Options& options) {
+  fs::create_directories(folder / "data");
+  STATETAP_RETURN_IF_ERROR(
+      StoreJob(folder / "data",
+               {"bench", options.samples, options.tokens, kHidden, {2, 30, 58, 61}})
+          .status());
+  return StoreJob(folder / "data", {"many", kOpenSamples, 16, 64, {2}}).status();
+}
+
+// For python_bench: the case `receiver` on a server that runs; prints seconds and bytes.
+absl::Status ReceiveFrom(const std::string& server, const std::string& group) {
+  STATETAP_ASSIGN_OR_RETURN(const auto client, Client::Create(server, {}));
+  v1::StreamStart start;
+  start.set_job("bench");
+  start.set_group(group);
+  start.set_credit_bytes(uint64_t{256} << 20);
+  STATETAP_RETURN_IF_ERROR(client->GetJob("bench").status());  // connected
+  const auto begin = Clock::now();
+  STATETAP_ASSIGN_OR_RETURN(const int64_t bytes, ReceiveAll(*client, start));
+  fmt::print("{} {}\n", SecondsSince(begin), bytes);
+  return absl::OkStatus();
+}
+
 absl::Status Main(const Options& options) {
   const fs::path folder = options.work / fmt::format("statetap-stream-bench-{}", ::getpid());
   fs::create_directories(folder);
@@ -368,15 +402,21 @@ int main(int argc, char** argv) {
   if (argc == 4 && std::string_view(argv[1]) == "--serve-tcp")
     return statetap::bench::ServeTcp(argv[2], std::strtoull(argv[3], nullptr, 10));
   statetap::bench::Options options;
+  std::string prepare, receive, group = "python_bench";
   for (int i = 1; i + 1 < argc; i += 2) {
     const std::string name = argv[i], value = argv[i + 1];
     if (name == "--work") options.work = value;
     if (name == "--cases") options.cases = value;
+    if (name == "--prepare") prepare = value;
+    if (name == "--receive") receive = value;
+    if (name == "--group") group = value;
     if (name == "--samples") options.samples = std::max(1, std::atoi(argv[i + 1]));
     if (name == "--tokens") options.tokens = std::max(1, std::atoi(argv[i + 1]));
     if (name == "--rounds") options.rounds = std::max(1, std::atoi(argv[i + 1]));
   }
-  const absl::Status status = statetap::bench::Main(options);
+  const absl::Status status = !prepare.empty()   ? statetap::bench::Prepare(prepare, options)
+                              : !receive.empty() ? statetap::bench::ReceiveFrom(receive, group)
+                                                 : statetap::bench::Main(options);
   if (status.ok()) return 0;
   fmt::print(stderr, "stream_bench: {}\n", statetap::MessageOf(status));
   return 1;

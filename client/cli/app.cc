@@ -111,6 +111,7 @@ std::vector<Command> AllCommands() {
   add({TokensCommand()});
   add(ShardCommands());
   add({StatsCommand(), ViewCommand(), StreamCommand()});
+  add(ExportCommands());
   add(ModelCommands());
   add({VerifyCommand(), MakeCheckpointCommand()});
   add(ManualCommands());

@@ -16,7 +16,8 @@ Command TokensCommand();
 Command StatsCommand();
 Command ViewCommand();
 Command StreamCommand();
-std::vector<Command> ModelCommands();  // model, ask
+std::vector<Command> ExportCommands();  // export, vocab-map
+std::vector<Command> ModelCommands();   // model, ask
 Command VerifyCommand();
 Command MakeCheckpointCommand();
 std::vector<Command> ManualCommands();  // manual, completion

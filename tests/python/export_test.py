@@ -1,4 +1,5 @@
 """Exports as far as they can be held without a trainer's package; trainers_test.py reads them with theirs."""
+import http.client
 import json
 import os
 import pickletools
@@ -6,6 +7,7 @@ import subprocess
 import sys
 import unittest
 import zipfile
+from pathlib import Path
 
 import numpy as np
 import statetap
@@ -181,6 +183,46 @@ class ExportTest(unittest.TestCase):
         self.assertFalse((self.out("a") / "hidden_states").exists())
         self.assertTrue((self.out("a") / "token_freq.pt").exists())
         self.assertIn("--rows-only", export("export", "--to", "modelopt", "all", "--rows-only", "--out", self.out("b"), expect=2))
+
+    def test_the_command_line_runs_the_package(self):
+        os.environ["STATETAP_PYTHON"] = sys.executable
+        told = served.cli("--json", "export", "--to", "speculators", "all", "--out", self.out("a"), "--draft-vocab", 64, "--taps", "2,5", "--where", 'source == "odd"')
+        self.assertEqual((json.loads(told.stdout)["rows"], json.loads(told.stdout)["taps"]), (12, [2, 5]))
+        self.assertTrue((self.out("a") / "d2t-64.npy").exists())
+        served.cli("vocab-map", "all", "--draft-vocab", 10, "--draft-vocab", 20, "--report", "--out", self.out("b"))
+        self.assertTrue((self.out("b") / "d2t-20.npy").exists() and (self.out("b") / "d2t-10.npy").exists())
+        served.cli("export", "--to", "speculators", "nobody", "--out", self.out("c"), expect=1)
+        self.assertIn("--where", served.cli("export", "--to", "speculators", "all", "--were", "x", expect=2).stderr)
+        os.environ["STATETAP_PYTHON"] = "/nowhere/python3"
+        self.assertIn("STATETAP_PYTHON", served.cli("export", "--to", "head", "--model", MODEL, "--out", self.out("d"), expect=1).stderr)
+        del os.environ["STATETAP_PYTHON"]
+
+    def test_the_endpoint_answers_as_speculators_file_backend_asks(self):
+        command = [sys.executable, "-m", "statetap.endpoint", "all", "--model", "tiny", "--states", self.out("states"), "--listen", "127.0.0.1:0", "--server", served.address]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as endpoint:
+            ready = endpoint.stdout.readline()
+            self.assertIn("rows=24", ready)
+            address = ready.split()[3].removeprefix("http://").removesuffix("/v1")
+
+            def ask(method, path, body=None):
+                connection = http.client.HTTPConnection(address, timeout=60)
+                connection.request(method, path, body, {"Content-Type": "application/json"})
+                answer = connection.getresponse()
+                return answer.status, json.loads(answer.read())
+
+            self.assertEqual(ask("GET", "/v1/models")[1]["data"][0]["id"], "tiny")
+            for truth in list(stored.values())[:4]:
+                ids = truth["ids"].tolist()
+                status, answer = ask("POST", "/v1/completions", json.dumps({"model": "tiny", "prompt": ids, "max_tokens": 1, "return_token_ids": True}))
+                self.assertEqual((status, answer["choices"][0]["prompt_token_ids"]), (200, ids))
+                path = Path(answer["kv_transfer_params"]["hidden_states_path"])
+                states, _ = read_tensor(path, "hidden_states")
+                np.testing.assert_array_equal(statetap.float32(np.array(states[:, -1])), truth[LAYERS])
+                self.assertEqual(read_tensor(path, "token_ids")[0].tolist(), ids)
+                path.unlink()  # as the trainer does
+            self.assertEqual([ask("POST", "/v1/completions", body)[0] for body in ('{"prompt": [1, 2]}', '{"prompt": "text"}', "{")], [404, 400, 400])
+            self.assertEqual(ask("GET", "/v2")[0], 404)
+            endpoint.terminate()
 
     def test_head(self):
         for flat, prefix in ((False, "language_model."), (True, "")):

@@ -14,7 +14,6 @@ from statetap.stream import Assembler, SampleStream
 from statetap.v1 import features_pb2, jobs_pb2, jobs_pb2_grpc, model_pb2, model_pb2_grpc
 from statetap.wire import parse
 
-JobName = "str | jobs_pb2.Job"
 _ENDED = {jobs_pb2.JOB_STATE_SUCCEEDED, jobs_pb2.JOB_STATE_FAILED, jobs_pb2.JOB_STATE_CANCELLED}
 _MAX_BATCH_BYTES, _MAX_BATCH_SAMPLES = (4 << 20) - 4096, 10_000
 _DEADLINE_SECONDS = 30.0
@@ -86,8 +85,8 @@ class Client:
         unknown = sorted(set(options) - set(known))
         if unknown:
             raise ValueError(f"no such option: {', '.join(unknown)}; there are {', '.join(known)}")
-        number = jobs_pb2.JobMode.Value(f"JOB_MODE_{mode.upper() or 'UNSPECIFIED'}")
-        job_options = jobs_pb2.JobOptions(name=name, mode=number, taps=taps, **options)
+        mode_name = f"JOB_MODE_{mode.upper() or 'UNSPECIFIED'}"
+        job_options = jobs_pb2.JobOptions(name=name, mode=mode_name, taps=taps, **options)
         # All before the first is sent: a prompt that is refused leaves nothing on the server.
         samples = list(samples_of(prompts, source))
 
@@ -109,7 +108,7 @@ class Client:
         request = jobs_pb2.GetJobRequest(job=_name(job))
         return self._ask(lambda deadline: self._jobs.GetJob(request, timeout=deadline))
 
-    def list(self) -> "list[jobs_pb2.Job]":
+    def list(self) -> Sequence[jobs_pb2.Job]:
         """All jobs, newest first."""
         return list(self._ask(lambda deadline: self._jobs.ListJobs(jobs_pb2.ListJobsRequest(), timeout=deadline)).jobs)
 
@@ -125,7 +124,7 @@ class Client:
                     if state.state in _ENDED:
                         return
             except grpc.RpcError as error:
-                code = error.code()  # type: ignore[attr-defined]
+                code = error.code()
                 renewable = code == grpc.StatusCode.DEADLINE_EXCEEDED or (
                     code == grpc.StatusCode.UNAVAILABLE and time.monotonic() - last_heard < _PATIENCE_SECONDS)
                 if not renewable:
@@ -160,7 +159,7 @@ class Client:
     def header(self, job: "str | jobs_pb2.Job") -> features_pb2.StreamHeader:
         """What holds for all samples of a job: hidden, layers, boundaries, eps, model, the shards' attributes. OUT_OF_RANGE without a sample."""
         request = features_pb2.GetSamplesRequest(job=_name(job), rows=[0], boundaries=[-1])
-        return self._ask(lambda deadline: next(self._get_samples(request, timeout=deadline)).header)
+        return self._ask(lambda deadline: next(iter(self._get_samples(request, timeout=deadline))).header)
 
     def fetch(
         self,
@@ -256,13 +255,13 @@ class Client:
             try:
                 return call(_DEADLINE_SECONDS)
             except grpc.RpcError as error:
-                if error.code() != grpc.StatusCode.UNAVAILABLE or attempts == 0:  # type: ignore[attr-defined]
+                if error.code() != grpc.StatusCode.UNAVAILABLE or attempts == 0:
                     raise self._explain(error) from None
             time.sleep(pause)
             pause = min(5.0, 2 * pause)
 
     def _explain(self, error: grpc.RpcError) -> StatetapError:
-        code, details = error.code(), error.details()  # type: ignore[attr-defined]
+        code, details = error.code(), error.details() or ""
         if code == grpc.StatusCode.UNAVAILABLE:
             details = f"cannot reach a server at {self.server} ({details}); start one with `statetapd --model DIR --data DIR`"
         elif code == grpc.StatusCode.DEADLINE_EXCEEDED:

@@ -138,7 +138,7 @@ def _facts(shard: Shard, fields: set[str]) -> Iterable[dict[str, Any]]:
             generated = facts["finish"] != "prefill"  # nothing was sampled of a text that was given
             facts["generated_tokens"] = end - begin - facts["prompt_tokens"] if generated else 0
             if "logprob" in fields and generated:
-                sampled = shard.tokens("logprob", begin + facts["prompt_tokens"], end).astype(np.float64)
+                sampled: np.ndarray = shard.tokens("logprob", begin + facts["prompt_tokens"], end).astype(np.float64)
                 if not np.isnan(sampled).all():
                     facts["logprob"] = float(np.nanmean(sampled))
         yield facts

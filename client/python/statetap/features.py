@@ -156,8 +156,15 @@ def _ended(client: Client, job: "str | jobs_pb2.Job", wait: bool) -> jobs_pb2.Jo
 
 
 def _with_final(jobs: "list[jobs_pb2.Job]", taps: "Sequence[int] | None") -> "list[int] | None":
-    """Boundaries to ask for: the taps and, where it is stored, the final one."""
+    """Boundaries to ask for: the taps and, where it is stored, the final one. None: all."""
     stored = [list(job.boundaries) for job in jobs]
-    if any(boundaries != stored[0] for boundaries in stored):
-        raise ValueError(f"the jobs hold boundaries {stored}: give jobs with the same, or taps that all of them have" if taps is None else "")
-    return None if taps is None else sorted({*taps, *(b for b in stored[0][-1:] if b not in jobs[0].options.taps)})
+    if taps is None:
+        if any(boundaries != stored[0] for boundaries in stored):
+            raise ValueError(f"the jobs hold boundaries {stored}: give taps that all of them have, or jobs with the same")
+        return None
+    wanted = sorted({*taps, *(job.boundaries[-1] for job in jobs if not job.options.no_final)})
+    for job in jobs:
+        missing = [b for b in wanted if b not in job.boundaries]
+        if missing:
+            raise ValueError(f"taps {missing}: job {job.id} holds boundaries {list(job.boundaries)}; boundary k is the output of layer k - 1")
+    return wanted

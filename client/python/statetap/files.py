@@ -84,9 +84,12 @@ def write_torch(path: Path, value: "Mapping[Any, Any]") -> None:
         _member(archive, file, "version", memoryview(b"3\n"))
 
 
+_LOCAL_HEADER_BYTES = 30  # of a zip archive's member, without its name
+
+
 def _member(archive: zipfile.ZipFile, file: BinaryIO, name: str, data: memoryview) -> None:
     info = zipfile.ZipInfo(f"archive/{name}")
-    header = file.tell() + zipfile.sizeFileHeader + len(info.filename)
+    header = file.tell() + _LOCAL_HEADER_BYTES + len(info.filename)
     padding = -(header + 4) % 64
     info.extra = struct.pack("<2sH", b"FB", padding) + b"Z" * padding
     info.file_size = len(data)

@@ -182,7 +182,7 @@ class Shard:
             return
         codes = np.empty(to.shape, np.uint8)
         table.read(self.path, begin, end, codes)
-        scales = np.empty(end - begin, np.float32)
+        scales: np.ndarray = np.empty(end - begin, np.float32)
         self._tables[f"/scales/{boundary}"].read(self.path, begin, end, scales)
         values = _FP8_VALUES[codes] * scales[:, None]  # a bf16 value, exactly
         to[:] = values.view(np.uint32) >> 16
@@ -191,7 +191,7 @@ class Shard:
         begin, end = int(self.row_offset[i]), int(self.row_offset[i + 1])
         if "id" not in self._columns:
             self.load_columns(["id", "source", "split", "meta", "finish_reason", "prompt_tokens", "truncated", "source_index"])
-        block = np.empty((len(boundaries), end - begin, self.hidden), np.uint16)
+        block: np.ndarray = np.empty((len(boundaries), end - begin, self.hidden), np.uint16)
         for boundary, to in zip(boundaries, block):
             self.states(boundary, begin, end, to)
         return Sample(

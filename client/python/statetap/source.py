@@ -37,7 +37,7 @@ class Source:
         if self._dataset is not None:
             data = self._dataset
             self.hidden, self.layers, self.boundaries = data.hidden, data.layers, data.boundaries
-            self.attributes = data.attributes()
+            self.attributes: dict[str, Any] = data.attributes()
             self.entries = [
                 Entry(shard.job, shard.column("id")[i], int(length), shard.column("source")[i], shard.column("split")[i], place)
                 for place, (shard, i, length) in enumerate(zip((data.shards[s] for s in data._shard), data._sample, data.lengths))
@@ -71,7 +71,7 @@ class Source:
         if missing:
             raise ValueError(f"taps {missing}: the job holds boundaries {list(stored)}; boundary k is the output of layer k - 1")
         self.boundaries = tuple(sorted({*wanted, *final}))
-        self.attributes: dict[str, Any] = json.loads(header.attributes_json or "{}")
+        self.attributes = json.loads(header.attributes_json or "{}")
 
     def read(self, entries: Sequence[Entry], boundaries: "Sequence[int] | None" = None) -> Iterator[Sample]:
         """In the order given, one at a time. `boundaries`: [] for tokens alone. Default: the source's."""

@@ -91,6 +91,7 @@ class SampleStream(Iterator[Sample]):
         self._open_call, self._start, self._auto_ack, self._as_torch = open_call, start, ack, as_torch
         self._patience, self._explain = patience_seconds, explain
         self._call: Any = None
+        self._delivery = 0  # of the sample handed out last
         self._seen: set[tuple[str, str]] = set()  # job and id: after a break the server sends again what it had no acknowledgement for
         self._connect()
 
@@ -131,7 +132,7 @@ class SampleStream(Iterator[Sample]):
             for _ in call:
                 pass
         except grpc.RpcError as error:
-            if error.code() != grpc.StatusCode.CANCELLED:  # type: ignore[attr-defined]
+            if error.code() != grpc.StatusCode.CANCELLED:
                 raise self._explain(error) from None
 
     def __enter__(self) -> "SampleStream":
@@ -156,7 +157,7 @@ class SampleStream(Iterator[Sample]):
             except StopIteration:
                 raise DataLossError("the stream ended without its end message") from None
             except grpc.RpcError as error:
-                if error.code() != grpc.StatusCode.UNAVAILABLE or time.monotonic() - last_heard > self._patience:  # type: ignore[attr-defined]
+                if error.code() != grpc.StatusCode.UNAVAILABLE or time.monotonic() - last_heard > self._patience:
                     self._call = None
                     raise self._explain(error) from None
             time.sleep(pause)

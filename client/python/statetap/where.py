@@ -91,12 +91,12 @@ class _Parser:
         return ValueError(f'where: at character {self.at + 1}, before "{self.text[self.at:self.at + 20]}": {what} is wanted here')
 
     def any(self, depth: int) -> Predicate:
-        return self.list(depth, "or", any, self.every)
+        return self.joined_by(depth, "or", any, self.every)
 
     def every(self, depth: int) -> Predicate:
-        return self.list(depth, "and", all, self.negation)
+        return self.joined_by(depth, "and", all, self.negation)
 
-    def list(self, depth: int, word: str, joined: Callable[..., bool], part: Callable[[int], Predicate]) -> Predicate:
+    def joined_by(self, depth: int, word: str, joined: Callable[..., bool], part: Callable[[int], Predicate]) -> Predicate:
         if depth > _MAX_DEPTH:
             raise self.wanted("an expression of fewer levels")
         parts = [part(depth + 1)]

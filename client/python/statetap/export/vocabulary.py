@@ -35,7 +35,7 @@ def choose(counts: np.ndarray, size: int) -> "tuple[np.ndarray, np.ndarray]":
     if not 0 < size <= len(counts):
         raise ValueError(f"draft vocabulary {size}: give 1 to {len(counts)}")
     ids = np.sort(np.argsort(-counts, kind="stable")[:size])
-    t2d = np.zeros(len(counts), bool)
+    t2d: np.ndarray = np.zeros(len(counts), bool)
     t2d[ids] = True
     return ids - np.arange(size), t2d
 

@@ -1,0 +1,239 @@
+"""The trainers' own packages on what Statetap gives them: needs .venv-trainers (scripts/setup.sh --trainers). Run by ctest as package_test.py is."""
+import json
+import pickle
+import re
+import subprocess
+import sys
+import threading
+import unittest
+from pathlib import Path
+
+try:
+    import speculators  # noqa: F401
+    import torch
+except ImportError:
+    print(f"{sys.executable} has no speculators (scripts/setup.sh --trainers makes .venv-trainers with it): not tested")
+    sys.exit(77)
+import numpy as np
+import statetap
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from served import HIDDEN, LAYERS, MODEL, ROOT, TAPS, Served, by_h5py
+from statetap import accept, drafter
+from statetap.checkpoint import Checkpoint
+from statetap.endpoint import Endpoint
+from statetap.speculators import StatetapTransfer
+
+PROMPTS = [json.loads(line) for line in (ROOT / "examples/prompts_64.jsonl").read_text().splitlines()]
+HERE = Path(__file__).parent
+
+
+def setUpModule():
+    global served, job, stored, reference
+    served = Served()
+    served.__enter__()
+    job = served.run(PROMPTS[:16], name="all", temperature=0, max_new_tokens=16)
+    stored = by_h5py(job.shards_path)
+    reference = ROOT / "tests/data/reference/tiny-kimi.safetensors"
+    # 2 to 65 tokens of the sequences that transformers was run on, whole
+    with safe_open(reference, framework="pt") as file:
+        served.run([{"id": str(n), "input_ids": file.get_tensor(f"{n}.ids").tolist()} for n in (1, 2, 3, 4, 5)], name="reference")
+
+
+def tearDownModule():
+    served.__exit__()
+
+
+def run(*command, expect=0):
+    result = subprocess.run([sys.executable, *map(str, command)], capture_output=True, text=True, timeout=1200)
+    if result.returncode != expect:
+        raise AssertionError(f"{command}: exit {result.returncode}\n{result.stdout[-3000:]}\n{result.stderr[-3000:]}")
+    return result.stdout + result.stderr
+
+
+def export(to, source, out, *more):
+    run("-m", "statetap.export", "export", "--server", served.address, "--to", to, source, "--out", out, "--model", MODEL, *more)
+    return out
+
+
+class SpeculatorsTest(unittest.TestCase):
+    def test_an_export_passes_the_outside_check_and_has_the_reference_s_values(self):
+        out = export("speculators", "reference", served.folder / "reference", "--draft-vocab", 20)
+        told = run(ROOT / "tests/reference/speculators_check.py", out, MODEL, "--taps", "2,4,5", "--reference", reference)
+        self.assertIn("passed: 0 rules broken, 5 rows", told)
+        self.assertIn("PASS  each slot lies nearest to its own boundary", told)
+        wrong = export("speculators", "reference", served.folder / "wrong", "--taps", "2,4")
+        for path in (wrong / "hidden_states").iterdir():  # each state one place late
+            tensors = load_file(path)
+            save_file({**tensors, "hidden_states": tensors["hidden_states"].roll(1, 0).contiguous()}, path)
+        result = subprocess.run([sys.executable, ROOT / "tests/reference/speculators_check.py", wrong, MODEL, "--taps", "2,4", "--reference", reference],
+                                capture_output=True, text=True)
+        self.assertEqual(result.returncode, 1, "the check can fail")
+
+    def test_the_backend_gives_the_same_rows_as_files(self):
+        files = export("speculators", "all", served.folder / "files")
+        rows = export("speculators", "all", served.folder / "rows", "--rows-only")
+        self.assertEqual((files / "statetap-rows.jsonl").read_text(), (rows / "statetap-rows.jsonl").read_text())
+        transfer = pickle.loads(pickle.dumps(StatetapTransfer(rows, served.address, served.folder / "cache")))
+        for again in range(2):  # the second time from the cache
+            for row in range(16):
+                there, here = transfer.get_cached(np.int64(row)), load_file(files / f"hidden_states/hs_{row}.safetensors")
+                self.assertEqual(set(there), set(here))
+                for name in here:
+                    self.assertEqual(there[name].dtype, here[name].dtype)
+                    self.assertTrue(torch.equal(there[name], here[name]), f"row {row} {name}")
+            transfer._server = "127.0.0.1:1"
+            transfer._client = None
+
+    def train(self, data, *more):
+        """(loss of the first epoch, of the last, folder of the last checkpoint)"""
+        out = data.with_name(data.name + "-trained")
+        told = run(HERE / "speculators_on_cpu.py", "train", "--verifier-name-or-path", MODEL, "--data-path", data, "--speculator-type", "eagle3", "--save-path", out,
+                   "--target-layer-ids", 2, 4, 5, "--mask-token-id", 0, "--total-seq-len", 128, "--num-workers", 0, "--draft-attn-impl", "eager",
+                   "--loss-implementation", "eager", "--optimizer", "adamw", "--lr", "3e-3", "--epochs", 2, "--ttt-steps", 1, "--draft-vocab-size", 128, *more)
+        losses = [float(x) for x in re.findall(r"val/loss_epoch=([0-9.]+)", told)]
+        self.assertEqual(len(losses), 2, told[-2000:])
+        return (*losses, out / "1")
+
+    def test_trains_from_files_and_from_the_server_alike_and_its_drafter_is_read(self):
+        rows = export("speculators", "all", served.folder / "train-rows", "--rows-only")
+        files = export("speculators", "all", served.folder / "train-files")
+        first, last, trained = self.train(files, "--on-missing", "raise")
+        self.assertLess(last, first)
+        over_grpc = self.train(rows, "--hidden-states-backend", "statetap", "--statetap-server", served.address, "--on-missing", "raise")[:2]
+        self.assertEqual(over_grpc, (first, last), "the same rows in the same order")
+        endpoint = Endpoint(("127.0.0.1", 0), served.client, ["all"], str(MODEL), served.folder / "handed out")
+        threading.Thread(target=endpoint.serve_forever, daemon=True).start()
+        generated = self.train(export("speculators", "all", served.folder / "train-endpoint", "--rows-only"), "--on-missing", "generate",
+                               "--vllm-endpoint", f"http://127.0.0.1:{endpoint.server_address[1]}/v1")[:2]  # fmt: skip
+        endpoint.shutdown()
+        endpoint.server_close()
+        self.assertEqual(generated, (first, last), "and by the endpoint")
+        self.assertEqual(list((served.folder / "handed out").iterdir()), [])
+        self.check_drafter(trained)
+
+    def check_drafter(self, folder):
+        """statetap.drafter computes what speculators' own model does."""
+        from speculators.models.eagle3 import Eagle3DraftModel
+
+        theirs = Eagle3DraftModel.from_pretrained(folder).float().eval()
+        ours = drafter.load(folder, Checkpoint(MODEL))
+        sample = served.client.sample(job, PROMPTS[0]["id"]).torch()
+        with torch.no_grad():
+            hidden = sample.taps[:-1].float().flatten(1)
+            state = theirs.fc(theirs.input_norm(hidden))[None]
+            embeds = theirs.embed_tokens(sample.input_ids[1:])[None]
+            positions = torch.arange(1, len(sample))[None]
+            n = len(sample) - 1
+            mask = torch.full((n, n), -torch.inf).triu(1)[None, None]
+            both = torch.cat([embeds, state], -1)
+            layer = theirs.layers[0]
+            layer.self_attn.config._attn_implementation = "eager"
+            out = layer(both, attention_mask=mask, position_embeddings=theirs.rotary_emb(state, positions), position_ids=positions)
+            out = out[0] if isinstance(out, tuple) else out
+            expected = theirs.lm_head(theirs.norm(out))[0]
+            got = ours(sample.taps, sample.input_ids, 1)[0]
+        torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-3)
+        told = json.loads(run("-m", "statetap.accept", folder, "--data", job.shards_path, "--model", MODEL, "--json", "--by", "source"))
+        self.assertEqual(told["all"]["drafts"][0], sum(int(x["mask"][2:].sum()) for x in stored.values()))
+        self.assertGreater(told["all"]["length"], 1.0)
+
+
+class TorchFilesTest(unittest.TestCase):
+    def test_torch_reads_every_format(self):
+        names = {"specforge": ("aux_hidden_state", "hidden_state"), "torchspec": ("aux_hidden_states", "hidden_states"), "angelslim": ("hidden_states", "target_hiddens"),
+                 "modelopt": ("aux_hidden_states", "hidden_states")}  # fmt: skip
+        model = Checkpoint(MODEL)
+        for format, (taps_name, final_name) in names.items():
+            out = export(format, "all", served.folder / f"torch-{format}")
+            rows = [json.loads(line) for line in (out / "statetap-rows.jsonl").read_text().splitlines()]
+            files = sorted(p for p in out.rglob("*") if p.suffix in (".ckpt", ".pt") and p.stem[-1].isdigit())
+            for row, path in zip(rows, files, strict=True):
+                held, truth = torch.load(path, mmap=True, weights_only=True), stored[row["id"]]
+                n = len(truth["ids"])
+                batch = () if format == "modelopt" else (1,)
+                self.assertEqual((held[taps_name].shape, held[final_name].shape), ((*batch, n, 3 * HIDDEN), (*batch, n, HIDDEN)))
+                self.assertEqual({held[k].dtype for k in (taps_name, final_name)}, {torch.bfloat16})
+                self.assertEqual((held["input_ids"].dtype, held["input_ids"].flatten().tolist()), (torch.int64, truth["ids"].tolist()))
+                self.assertEqual(held["loss_mask"].flatten().tolist(), truth["mask"].tolist())
+                np.testing.assert_array_equal(held[taps_name].float().view(n, 3, HIDDEN)[:, 1].numpy(), truth[TAPS[1]])
+                for tensor in (t for t in held.values() if isinstance(t, torch.Tensor)):
+                    self.assertEqual(tensor.untyped_storage().nbytes(), tensor.numel() * tensor.element_size())
+                    self.assertEqual(tensor.data_ptr() % 64, 0)
+                final = torch.from_numpy(truth[LAYERS])
+                if format == "modelopt":
+                    self.assertIs(held["hidden_states_prenorm"], True)
+                    self.assertEqual(held["conversation_id"], row["id"])
+                    torch.testing.assert_close(held[final_name].float(), final, rtol=0, atol=0)
+                else:
+                    normed = final * torch.rsqrt(final.pow(2).mean(-1, keepdim=True) + model.eps) * torch.from_numpy(statetap.float32(model.bits("model.norm.weight")))
+                    torch.testing.assert_close(held[final_name].view(n, HIDDEN), normed.bfloat16(), rtol=2**-7, atol=1e-6)
+
+    def test_maps_and_counts_are_those_of_speculators(self):
+        from speculators.train.vocab_mapping import build_vocab_mappings_from_distribution
+
+        out = export("speculators", "all", served.folder / "maps", "--draft-vocab", 40)
+        counts = torch.load(out / "token_freq.pt", weights_only=True)
+        d2t, t2d = build_vocab_mappings_from_distribution(counts, 40, 2304)
+        np.testing.assert_array_equal(np.load(out / "d2t-40.npy"), d2t)
+        np.testing.assert_array_equal(np.load(out / "t2d-40.npy"), t2d)
+        both = torch.load(out / "vocab_mapping-40.pt", weights_only=True)
+        self.assertTrue(torch.equal(both["d2t"], d2t) and torch.equal(both["t2d"], t2d))
+
+    def test_heads_open(self):
+        from transformers import AutoConfig
+
+        for flat in (False, True):
+            out = served.folder / f"head{flat}"
+            run("-m", "statetap.export", "export", "--to", "head", "--model", MODEL, "--out", out, *(["--flat"] if flat else []))
+            config = AutoConfig.from_pretrained(out)
+            self.assertEqual((getattr(config, "text_config", config).hidden_size, config.model_type), (HIDDEN, "deepseek_v3" if flat else "kimi_k25"))
+
+
+class ModelOptimizerTest(unittest.TestCase):
+    def test_its_data_set_reads_the_files(self):
+        try:
+            from modelopt.torch.speculative.eagle.utils import EagleOfflineDataCollator, OfflineSupervisedDataset
+        except ImportError as error:
+            self.skipTest(f"nvidia-modelopt is not there: {error}")
+        out = export("modelopt", "all", served.folder / "modelopt-reader")
+        files = [str(p) for p in sorted(out.glob("*.pt"))]
+        data = OfflineSupervisedDataset(files, answer_only_loss=True, tokenizer=None)
+        rows = [json.loads(line) for line in (out / "statetap-rows.jsonl").read_text().splitlines()]
+        batch = EagleOfflineDataCollator(train_len=128)([data[0], data[1]])
+        outputs = batch["base_model_outputs"]
+        self.assertTrue(outputs["base_hidden_prenorm"])
+        for b in range(2):
+            truth = stored[rows[b]["id"]]
+            n = len(truth["ids"])
+            np.testing.assert_array_equal(outputs["base_model_hidden_states"][b, :n].float().numpy(), truth[LAYERS])
+            np.testing.assert_array_equal(outputs["aux_hidden_states"][b, :n, HIDDEN : 2 * HIDDEN].float().numpy(), truth[TAPS[1]])
+
+
+class AcceptTest(unittest.TestCase):
+    def test_search_names_the_taps_that_a_drafter_depends_on(self):
+        """A drafter whose prediction is read off tap 5 alone: any choice without it in the third place is worse."""
+        data = list(statetap.ShardDataset(job.shards_path))
+        model = Checkpoint(MODEL)
+        config = drafter.DrafterConfig(hidden=HIDDEN, intermediate=64, num_heads=4, num_kv_heads=4, head_dim=32, vocab=2304, draft_vocab=2304, num_taps=1, eps=1e-5,
+                                       rope={"rope_theta": 10000.0})  # fmt: skip
+        torch.manual_seed(1)
+        made = drafter.Drafter(config, torch.from_numpy(statetap.float32(model.bits("embed_tokens.weight"))))
+        optimizer = torch.optim.AdamW(made.parameters(), lr=3e-3)
+        for update in range(60):
+            sample = data[update % len(data)].torch()
+            logits = made(sample.states[5][:, None], sample.input_ids, 1)[0]
+            loss = torch.nn.functional.cross_entropy(logits[:-1], sample.input_ids[2:])
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        ranked = accept.search(made.eval(), data, 1, model)
+        self.assertEqual(ranked[0][0], accept.Features((5,)))
+        self.assertEqual(len(ranked), 5)  # four boundaries, the last before and behind the norm
+        drafter.save(made, served.folder / "saved", [5], torch.ones(2304, dtype=torch.bool))
+        told = json.loads(run("-m", "statetap.accept", served.folder / "saved", "--data", job.shards_path, "--model", MODEL, "--search", "--steps", 1, "--json"))
+        self.assertEqual((told["named"], told["search"][0]["taps"]), ([5], [5]))
+
+
+if __name__ == "__main__":
+    unittest.main()
