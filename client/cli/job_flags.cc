@@ -34,9 +34,21 @@ absl::Status SetText(const JobFlags& flags, v1::JobOptions& options) {
   options.set_template_(flags.template_name);
   options.set_keep_reasoning(flags.keep_reasoning);
   options.set_turns(flags.turns);
+  options.set_supervise(flags.supervise);
+  options.set_assistant_specials(flags.assistant_specials);
+  options.set_parse_special(flags.parse_special);
   if (!flags.thinking.empty()) {
     STATETAP_ASSIGN_OR_RETURN(const bool on, Switch("--thinking", flags.thinking));
     options.set_thinking(on);
+  }
+  if (!flags.supervise_thought.empty()) {
+    STATETAP_ASSIGN_OR_RETURN(const bool on,
+                              Switch("--supervise-thought", flags.supervise_thought));
+    options.set_supervise_thought(on);
+  }
+  if (!flags.supervise_stop.empty()) {
+    STATETAP_ASSIGN_OR_RETURN(const bool on, Switch("--supervise-stop", flags.supervise_stop));
+    options.set_supervise_stop(on);
   }
   return absl::OkStatus();
 }
@@ -142,7 +154,29 @@ void AddTextFlags(CLI::App& app, JobFlags& flags) {
       ->check(CLI::IsMember({"none", "tool_loop", "last", "all"}))
       ->group("Text");
   app.add_option("--turns", flags.turns,
-                 "Which answers of a finished chat are learned from: last [last]")
+                 "last: a finished chat's last answer; each: a sample for every answer, with what "
+                 "came before it; regenerate: the last answer is left out and written anew [last]")
+      ->check(CLI::IsMember({"last", "each", "regenerate"}))
+      ->group("Text");
+  app.add_option("--supervise", flags.supervise,
+                 "Loss mask of a finished chat: on its last answer or on all [last]")
+      ->check(CLI::IsMember({"last", "all"}))
+      ->group("Text");
+  app.add_option("--supervise-thought", flags.supervise_thought,
+                 "Loss mask on what the model writes of a think block, on or off [on]")
+      ->check(CLI::IsMember({"on", "off"}))
+      ->group("Text");
+  app.add_option("--supervise-stop", flags.supervise_stop,
+                 "Loss mask on the token that ends an answer, on or off [on]")
+      ->check(CLI::IsMember({"on", "off"}))
+      ->group("Text");
+  app.add_option("--assistant-specials", flags.assistant_specials,
+                 "A special token spelled in an assistant's text: text, parsed (is that token) or "
+                 "refused (rejects the sample) [text; of others it is always text]")
+      ->check(CLI::IsMember({"text", "parsed", "refused"}))
+      ->group("Text");
+  app.add_flag("--parse-special", flags.parse_special,
+               "Read the special tokens that raw prompts spell")
       ->group("Text");
 }
 

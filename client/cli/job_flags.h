@@ -13,6 +13,8 @@ namespace statetap {
 struct JobFlags {
   // What the text looks like.
   std::string mode, template_name, thinking, keep_reasoning, turns;
+  std::string supervise, supervise_thought, supervise_stop, assistant_specials;
+  bool parse_special = false;
   // What is sampled.
   std::optional<int64_t> max_new_tokens;
   std::optional<double> temperature, top_p;

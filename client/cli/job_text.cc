@@ -45,6 +45,40 @@ std::string DescribeTimes(const v1::Job& job) {
   return text;
 }
 
+// "1,204 left out of 3,310: 1,100 of earlier answers, 104 of tool turns (keep_reasoning last)".
+std::string DescribeThoughts(const v1::Job& job) {
+  const v1::TextReport& text = job.text();
+  const std::pair<int64_t, std::string_view> dropped[] = {
+      {text.dropped_earlier(), "earlier answers"},
+      {text.dropped_tool_turns(), "earlier turns that call tools"},
+      {text.dropped_last(), "last answers"}};
+  int64_t total = 0;
+  std::string places;
+  for (const auto& [count, place] : dropped) {
+    total += count;
+    if (count > 0)
+      places += fmt::format("{}{} of {}", places.empty() ? "" : ", ", FormatCount(count), place);
+  }
+  if (text.thoughts() == 0) return "";
+  if (total == 0) return fmt::format("all {} kept", FormatCount(text.thoughts()));
+  return fmt::format("{} of {} left out: {} (keep_reasoning {}, thinking {})", FormatCount(total),
+                     FormatCount(text.thoughts()), places, job.options().keep_reasoning(),
+                     job.options().thinking() ? "on" : "off");
+}
+
+std::string DescribeToolIds(const v1::TextReport& text) {
+  if (text.odd_tool_ids() == 0) return "";
+  return fmt::format("{} of {} calls have an id that is not functions.NAME:N, as the model writes",
+                     FormatCount(text.odd_tool_ids()), FormatCount(text.tool_calls()));
+}
+
+std::string DescribeSpecials(const v1::Job& job) {
+  if (job.text().spelled_specials() == 0) return "";
+  return fmt::format(
+      "{} spelled in assistants' text, {}", FormatCount(job.text().spelled_specials()),
+      job.options().assistant_specials() == "parsed" ? "read as tokens" : "kept as text");
+}
+
 }  // namespace
 
 std::string StateName(v1::JobState state) {
@@ -58,6 +92,9 @@ std::string DescribeJob(const v1::Job& job) {
   Line(text, "message", Printable(job.message()));
   Line(text, "samples", DescribeCounts(job.counts()));
   Line(text, "tokens", DescribeTokens(job));
+  Line(text, "thoughts", DescribeThoughts(job));
+  Line(text, "tool ids", DescribeToolIds(job.text()));
+  Line(text, "specials", DescribeSpecials(job));
   Line(text, "times", DescribeTimes(job));
   if (job.bytes() > 0)
     Line(text, "shards", fmt::format("{} ({})", job.shards_path(), FormatBytes(job.bytes())));

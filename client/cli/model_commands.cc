@@ -116,6 +116,8 @@ std::vector<Command> ModelCommands() {
                                "auto, kimi-k2.5, kimi-k2-thinking, kimi-k2-instruct [auto]");
                 app.add_option("--thinking", flags->job.thinking, "on or off [on]")
                     ->check(CLI::IsMember({"on", "off"}));
+                app.add_flag("--parse-special", flags->job.parse_special,
+                             "With --raw: read the special tokens that TEXT spells");
                 AddSamplingFlags(app, flags->job);
                 return [=](Context& context) { return Ask(context, *flags); };
               }};

@@ -27,13 +27,72 @@ struct SubmitFlags {
 
 absl::Status SetMode(const InputSummary& summary, v1::JobOptions& options) {
   if (options.mode() != v1::JOB_MODE_UNSPECIFIED) return absl::OkStatus();
-  if (summary.first_generate && summary.first_prefill) {
+  std::optional<LinePlace> generate, prefill;
+  for (const auto& [kind, lines] : summary.kinds) {
+    const v1::JobMode mode = ModeOf(kind, options.turns());
+    if (mode == v1::JOB_MODE_GENERATE && !generate) generate = lines.first;
+    if (mode == v1::JOB_MODE_PREFILL && !prefill) prefill = lines.first;
+  }
+  if (generate && prefill) {
     return absl::InvalidArgumentError(fmt::format(
         "some lines are to be answered ({}) and some hold their answer ({}); say --mode generate "
         "or --mode prefill, or submit them apart",
-        At(*summary.first_generate), At(*summary.first_prefill)));
+        At(*generate), At(*prefill)));
   }
-  options.set_mode(summary.first_prefill ? v1::JOB_MODE_PREFILL : v1::JOB_MODE_GENERATE);
+  options.set_mode(prefill ? v1::JOB_MODE_PREFILL : v1::JOB_MODE_GENERATE);
+  return absl::OkStatus();
+}
+
+int64_t CountOf(const InputSummary& summary, LineKind kind) {
+  const auto found = summary.kinds.find(kind);
+  return found == summary.kinds.end() ? 0 : found->second.samples;
+}
+
+// "1,200 open chats, 30 chats that end with an answer, 5 prompts".
+std::string DescribeKinds(const InputSummary& summary) {
+  std::string text;
+  const auto add = [&](int64_t count, std::string_view one, std::string_view many) {
+    if (count == 0) return;
+    text += fmt::format("{}{} {}", text.empty() ? "" : ", ", FormatCount(count),
+                        count == 1 ? one : many);
+  };
+  add(CountOf(summary, LineKind::kOpenChat), "chat to answer", "chats to answer");
+  add(CountOf(summary, LineKind::kFinishedChat), "chat that ends with an answer",
+      "chats that end with an answer");
+  add(CountOf(summary, LineKind::kOtherChat), "other chat", "other chats");
+  add(CountOf(summary, LineKind::kPrompt), "prompt", "prompts");
+  add(CountOf(summary, LineKind::kTokens), "line of ids", "lines of ids");
+  return text;
+}
+
+// Chats that these options make rejected samples, and what would help; empty if there are none.
+std::string DescribeRejects(const InputSummary& summary, const v1::JobOptions& options) {
+  const bool generate = options.mode() == v1::JOB_MODE_GENERATE;
+  const int64_t finished = CountOf(summary, LineKind::kFinishedChat);
+  if (generate && options.turns() != "regenerate" && finished > 0)
+    return fmt::format(
+        "{} of them will be rejected: they end with an answer. --turns regenerate has it written "
+        "anew, --mode prefill captures them as they are",
+        FormatCount(finished));
+  if (!generate && summary.chats_without_answer > 0)
+    return fmt::format(
+        "{} of them will be rejected: they hold no answer. --mode generate has it written",
+        FormatCount(summary.chats_without_answer));
+  return "";
+}
+
+// What the files hold, said before anything starts.
+absl::Status SayKinds(Context& context, const InputSummary& summary,
+                      const v1::JobOptions& options) {
+  if (options.parse_special() && CountOf(summary, LineKind::kPrompt) == 0)
+    return absl::InvalidArgumentError(
+        "--parse-special reads raw prompts, and there is none; for what assistants spell there is "
+        "--assistant-specials");
+  context.Say(DescribeKinds(summary));
+  if (options.turns() == "each")
+    context.Say(fmt::format("a sample for each of {} answers", FormatCount(summary.answers)));
+  if (const std::string rejects = DescribeRejects(summary, options); !rejects.empty())
+    context.Say("warning: " + rejects);
   return absl::OkStatus();
 }
 
@@ -129,7 +188,6 @@ absl::StatusOr<v1::Job> CaptureAgain(Context& context, Client& client, const std
   if (options.name().empty()) options.set_name(source.name() + " again");
   if (options.max_length() == 0) options.set_max_length(source.options().max_length());
   if (options.template_().empty()) options.set_template_("none");
-  // The same ids and share give the same split.
   if (options.eval_fraction() == 0) options.set_eval_fraction(source.options().eval_fraction());
   v1::StreamStart start;
   start.set_job(source.id());
@@ -149,6 +207,8 @@ absl::StatusOr<v1::Job> CaptureAgain(Context& context, Client& client, const std
       sample.set_source(record.source);
       sample.set_meta_json(record.meta_json);
       sample.set_source_line(record.source_index + 1);
+      if (options.eval_fraction() == source.options().eval_fraction())
+        sample.set_split(record.split);
       sample.mutable_tokens()->mutable_ids()->Assign(record.input_ids.begin(),
                                                      record.input_ids.end());
       sample.mutable_tokens()->set_loss_mask(record.loss_mask.data(), record.loss_mask.size());
@@ -170,6 +230,13 @@ int PrintPlan(Context& context, const InputSummary& summary, int64_t samples,
                        {"text_bytes", summary.text_bytes},
                        {"token_ids", summary.token_ids},
                        {"samples_by_source", std::move(sources)},
+                       {"prompts", CountOf(summary, LineKind::kPrompt)},
+                       {"open_chats", CountOf(summary, LineKind::kOpenChat)},
+                       {"finished_chats", CountOf(summary, LineKind::kFinishedChat)},
+                       {"other_chats", CountOf(summary, LineKind::kOtherChat)},
+                       {"token_lines", CountOf(summary, LineKind::kTokens)},
+                       {"answers", summary.answers},
+                       {"chats_without_answer", summary.chats_without_answer},
                        {"options", JsonOf(options)}});
     return kExitDone;
   }
@@ -232,6 +299,7 @@ absl::StatusOr<int> Submit(Context& context, const SubmitFlags& flags) {
   STATETAP_ASSIGN_OR_RETURN(const InputSummary summary,
                             CheckInput(context, *files, flags.skip_bad));
   STATETAP_RETURN_IF_ERROR(SetMode(summary, options));
+  STATETAP_RETURN_IF_ERROR(SayKinds(context, summary, options));
   int64_t samples = summary.samples;
   std::vector<bool> chosen;
   if (flags.sample && *flags.sample < samples) {

@@ -29,6 +29,18 @@ constexpr std::array<Range, 19> kWide = {{
     {0xff00, 0xff60}, {0xffe0, 0xffe6}, {0x1f300, 0x1faff}, {0x20000, 0x3fffd},
 }};
 
+constexpr std::array<Range, 9> kNoInk = {{
+    {0x00a0, 0x00a0},
+    {0x00ad, 0x00ad},
+    {0x061c, 0x061c},
+    {0x1680, 0x1680},
+    {0x180e, 0x180e},
+    {0x2000, 0x200f},
+    {0x2028, 0x202f},
+    {0x205f, 0x206f},
+    {0xfeff, 0xfeff},
+}};
+
 template <size_t N>
 bool Contains(const std::array<Range, N>& ranges, uint32_t point) {
   return std::any_of(ranges.begin(), ranges.end(), [&](const Range& range) {
@@ -53,6 +65,12 @@ uint32_t NextPoint(std::string_view text, size_t& at) {
 }
 
 }  // namespace
+
+Character NextCharacter(std::string_view text, size_t& at) {
+  const size_t begin = at;
+  const uint32_t point = NextPoint(text, at);
+  return {text.substr(begin, at - begin), WidthOf(point)};
+}
 
 int DisplayWidth(std::string_view text) {
   int width = 0;
@@ -88,6 +106,24 @@ std::string Printable(std::string_view text) {
     }
   }
   return safe;
+}
+
+std::string VisibleSpace(std::string_view text) {
+  std::string visible;
+  for (size_t at = 0; at < text.size();) {
+    const size_t begin = at;
+    const uint32_t point = NextPoint(text, at);
+    if (point == ' ') {
+      visible += "·";
+    } else if (point == '\t') {
+      visible += "→";
+    } else if (point == 0x3000 || Contains(kNoInk, point)) {
+      visible += fmt::format("\\u{:04x}", point);
+    } else {
+      visible += Printable(text.substr(begin, at - begin));
+    }
+  }
+  return visible;
 }
 
 }  // namespace statetap

@@ -21,15 +21,4 @@ class TokenText {
 std::unique_ptr<TokenText> TextFromServer(Client& client);
 std::unique_ptr<TokenText> TextFromModel(const LocalModel& model);
 
-// Stretches of equal mask value.
-struct MaskRun {
-  size_t begin, end;
-  bool supervised;
-};
-std::vector<MaskRun> RunsOf(std::string_view loss_mask);
-
-// The sample's text with its supervised part marked: green on a terminal, else in ⟦ ⟧.
-absl::StatusOr<std::string> MarkedText(TokenText& text, const std::vector<int32_t>& ids,
-                                       std::string_view loss_mask, bool colour);
-
 }  // namespace statetap

@@ -4,6 +4,7 @@
 #include "client/cli/commands.h"
 #include "client/cli/input_faults.h"
 #include "client/cli/job_flags.h"
+#include "client/cli/marked_text.h"
 #include "client/cli/text_width.h"
 #include "client/cli/token_text.h"
 #include "client/lib/input_files.h"
@@ -17,28 +18,21 @@ struct TokensFlags {
   std::vector<std::string> files;
   JobFlags job;
   std::string model;
+  MarkedTextFlags text;
   bool skip_bad = false;
 };
 
 using OnRendered = std::function<absl::Status(const v1::Rendered&)>;
-
-// Each line in its own mode where --mode does not say.
-v1::JobOptions OptionsFor(const ParsedLine& line, v1::JobOptions options) {
-  if (options.mode() == v1::JOB_MODE_UNSPECIFIED)
-    options.set_mode(line.mode == v1::JOB_MODE_PREFILL ? v1::JOB_MODE_PREFILL
-                                                       : v1::JOB_MODE_GENERATE);
-  return options;
-}
 
 absl::Status RenderHere(const LocalModel& model, const InputFiles& files,
                         const v1::JobOptions& options, const OnRendered& on_rendered) {
   return files.ForEach(
       [&](InputLine line) -> absl::Status {
         if (!line.parsed.ok()) return absl::OkStatus();
-        STATETAP_ASSIGN_OR_RETURN(
-            const v1::Rendered rendered,
-            model.Render(OptionsFor(*line.parsed, options), line.parsed->sample));
-        return on_rendered(rendered);
+        STATETAP_ASSIGN_OR_RETURN(const std::vector<v1::Rendered> rendered,
+                                  model.Render(options, line.parsed->sample));
+        for (const v1::Rendered& one : rendered) STATETAP_RETURN_IF_ERROR(on_rendered(one));
+        return absl::OkStatus();
       },
       nullptr);
 }
@@ -51,7 +45,7 @@ absl::Status RenderThere(Client& client, const InputFiles& files, const v1::JobO
         [&](InputLine line) -> absl::Status {
           if (!line.parsed.ok()) return absl::OkStatus();
           v1::RenderRequest request;
-          *request.mutable_options() = OptionsFor(*line.parsed, options);
+          *request.mutable_options() = options;
           *request.mutable_sample() = std::move(line.parsed->sample);
           return send(request) ? absl::OkStatus() : absl::AbortedError("the server ended the call");
         },
@@ -62,8 +56,8 @@ absl::Status RenderThere(Client& client, const InputFiles& files, const v1::JobO
 
 class Printer {
  public:
-  // `text` may be null: with --json no text of parts is needed.
-  Printer(Context& context, TokenText* text) : context_(context), text_(text) {}
+  Printer(Context& context, TokenText& text, const MarkedTextStyle& style)
+      : context_(context), text_(text), style_(style) {}
 
   absl::Status Print(const v1::Rendered& rendered) {
     if (context_.interrupted()) return absl::CancelledError("interrupted");
@@ -95,17 +89,15 @@ class Printer {
     const auto supervised =
         std::count(rendered.loss_mask().begin(), rendered.loss_mask().end(), '\1');
     STATETAP_ASSIGN_OR_RETURN(const std::string marked,
-                              MarkedText(*text_, ids, rendered.loss_mask(), context_.terminal.out));
-    std::string mask;
-    for (const char bit : rendered.loss_mask()) mask += bit != 0 ? '1' : '0';
-    context_.out << fmt::format("── {}: {} tokens, {} supervised\n{}\nids  {}\nmask {}\n\n",
-                                Printable(rendered.id()), ids.size(), supervised, marked,
-                                fmt::join(ids, " "), mask);
+                              MarkedText(text_, ids, rendered.loss_mask(), style_));
+    context_.out << fmt::format("── {}: {} tokens, {} supervised\n{}\n\n", Printable(rendered.id()),
+                                ids.size(), supervised, marked);
     return absl::OkStatus();
   }
 
   Context& context_;
-  TokenText* text_;
+  TokenText& text_;
+  const MarkedTextStyle style_;
   int64_t refused_ = 0;
 };
 
@@ -123,7 +115,7 @@ absl::StatusOr<int> Tokens(Context& context, const TokensFlags& flags) {
     STATETAP_ASSIGN_OR_RETURN(client, context.client());
     text = TextFromServer(*client);
   }
-  Printer printer(context, text.get());
+  Printer printer(context, *text, StyleFor(context, flags.text));
   const auto print = [&](const v1::Rendered& rendered) { return printer.Print(rendered); };
   STATETAP_RETURN_IF_ERROR(model ? RenderHere(*model, *files, options, print)
                                  : RenderThere(*client, *files, options, print));
@@ -137,14 +129,17 @@ absl::StatusOr<int> Tokens(Context& context, const TokensFlags& flags) {
 Command TokensCommand() {
   return {
       "tokens", "What the model would see of each line: text, ids, loss mask",
-      "The supervised part is green on a terminal, else in ⟦ ⟧. No length limit is applied.\n\n"
+      "The supervised part is green on a terminal, else in ⟦ ⟧; --json has ids and mask whole. No "
+      "length limit is applied.\n\n"
       "Examples:\n  statetap tokens prompts.jsonl --thinking off | less\n"
+      "  statetap tokens chats.jsonl --turns each --ids\n"
       "  statetap tokens chats.jsonl --model models/tiny-kimi --json    # without a server",
       [](CLI::App& app) -> Runner {
         auto flags = std::make_shared<TokensFlags>();
         app.add_option("FILE", flags->files, "JSON lines; - is standard input")->required();
         app.add_option("--model", flags->model, "A checkpoint's folder; works without a server");
         app.add_flag("--skip-bad", flags->skip_bad, "List lines that are no samples, skip them");
+        AddMarkedTextFlags(app, flags->text);
         AddTextFlags(app, flags->job);
         return [=](Context& context) { return Tokens(context, *flags); };
       }};

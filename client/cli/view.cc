@@ -6,9 +6,9 @@
 #include "client/cli/commands.h"
 #include "client/cli/format.h"
 #include "client/cli/local_shards.h"
+#include "client/cli/marked_text.h"
 #include "client/cli/table.h"
 #include "client/cli/text_width.h"
-#include "client/cli/token_text.h"
 #include "client/lib/feature_receiver.h"
 #include "extractor/base/dtype.h"
 #include "extractor/base/json.h"
@@ -20,6 +20,7 @@ struct ViewFlags {
   std::string source, id, model;
   int random = 0;
   uint64_t seed = 0;
+  MarkedTextFlags text;
 };
 
 struct StoredSample {
@@ -115,7 +116,8 @@ absl::StatusOr<std::vector<std::string>> TokenTexts(TokenText* text, const Sampl
   return text->TextOf(runs);
 }
 
-absl::Status PrintSample(Context& context, TokenText* text, const StoredSample& sample) {
+absl::Status PrintSample(Context& context, TokenText* text, const MarkedTextStyle& style,
+                         const StoredSample& sample) {
   const SampleRecord& record = sample.record;
   const std::string mask(record.loss_mask.begin(), record.loss_mask.end());
   context.out << fmt::format(
@@ -126,7 +128,7 @@ absl::Status PrintSample(Context& context, TokenText* text, const StoredSample& 
   if (!record.meta_json.empty()) context.out << "meta " << Printable(record.meta_json) << '\n';
   if (text != nullptr) {
     STATETAP_ASSIGN_OR_RETURN(const std::string marked,
-                              MarkedText(*text, record.input_ids, mask, context.terminal.out));
+                              MarkedText(*text, record.input_ids, mask, style));
     context.out << marked << "\n\n";
   }
   STATETAP_ASSIGN_OR_RETURN(const std::vector<std::string> texts, TokenTexts(text, record));
@@ -138,7 +140,7 @@ absl::Status PrintSample(Context& context, TokenText* text, const StoredSample& 
   for (size_t t = 0; t < record.input_ids.size(); ++t) {
     std::vector<std::string> cells = {std::to_string(t),
                                       std::to_string(record.input_ids[t]),
-                                      texts[t],
+                                      style.whitespace ? VisibleSpace(texts[t]) : texts[t],
                                       std::to_string(record.loss_mask[t]),
                                       FormatLogprob(record.logprobs, t),
                                       FormatLogprob(record.entropies, t)};
@@ -214,8 +216,9 @@ absl::StatusOr<int> View(Context& context, const ViewFlags& flags) {
   }
   for (const std::string& id : ids) {
     STATETAP_ASSIGN_OR_RETURN(const StoredSample sample, Fetch(context, source, id));
-    STATETAP_RETURN_IF_ERROR(context.json ? PrintSampleJson(context, text.get(), sample)
-                                          : PrintSample(context, text.get(), sample));
+    STATETAP_RETURN_IF_ERROR(
+        context.json ? PrintSampleJson(context, text.get(), sample)
+                     : PrintSample(context, text.get(), StyleFor(context, flags.text), sample));
   }
   return kExitDone;
 }
@@ -237,6 +240,7 @@ Command ViewCommand() {
                 ->check(RefuseNegative);
             app.add_option("--model", flags->model,
                            "A checkpoint's folder, for the text of local shards");
+            AddMarkedTextFlags(app, flags->text);
             return [=](Context& context) { return View(context, *flags); };
           }};
 }

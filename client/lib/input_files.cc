@@ -6,12 +6,11 @@
 #include <cerrno>
 #include <cstdlib>
 #include <filesystem>
-#include <span>
 #include <unordered_map>
 
-#include "extractor/base/digest.h"
 #include "extractor/base/file.h"
 #include "extractor/base/text.h"
+#include "proto/messages/sample_text.h"
 
 namespace statetap {
 namespace {
@@ -57,12 +56,7 @@ class GivenIds {
  public:
   absl::Status Check(const LinePlace& place, const v1::SampleInput& sample) {
     if (sample.id().empty()) return absl::OkStatus();
-    v1::SampleInput content = sample;
-    content.clear_source();
-    content.clear_meta_json();
-    content.clear_source_line();
-    const std::string bytes = content.SerializeAsString();
-    const uint64_t digest = Xxh3Of(std::as_bytes(std::span(bytes)));
+    const uint64_t digest = ContentHash(sample);
     const auto [first, added] = first_.try_emplace(sample.id(), Given{digest, place.line});
     if (added || first->second.digest == digest) return absl::OkStatus();
     return absl::InvalidArgumentError(
@@ -163,10 +157,10 @@ absl::StatusOr<InputSummary> InputFiles::Validate(
     summary.text_bytes += static_cast<int64_t>(sample.prompt().size()) +
                           static_cast<int64_t>(sample.chat().messages_json().size());
     summary.token_ids += sample.tokens().ids_size();
-    const v1::JobMode mode = line.parsed->mode;
-    if (mode == v1::JOB_MODE_GENERATE && !summary.first_generate)
-      summary.first_generate = line.place;
-    if (mode == v1::JOB_MODE_PREFILL && !summary.first_prefill) summary.first_prefill = line.place;
+    InputSummary::Kind& kind = summary.kinds[line.parsed->kind];
+    if (kind.samples++ == 0) kind.first = line.place;
+    summary.answers += line.parsed->answers;
+    summary.chats_without_answer += sample.has_chat() && line.parsed->answers == 0 ? 1 : 0;
     return absl::OkStatus();
   };
   STATETAP_RETURN_IF_ERROR(ForEach(visit, progress));

@@ -41,8 +41,13 @@ struct InputSummary {
   std::map<std::string, int64_t> samples_by_source;
   // Members of lines that nothing reads, by name: in how many lines. At most kMaxIgnored names.
   std::map<std::string, int64_t> ignored_fields;
-  // The first line of each natural mode; both set: --mode must say.
-  std::optional<LinePlace> first_generate, first_prefill;
+  struct Kind {
+    int64_t samples = 0;
+    LinePlace first;
+  };
+  std::map<LineKind, Kind> kinds;
+  int64_t answers = 0;               // assistant messages of chats
+  int64_t chats_without_answer = 0;  // without any
 
   static constexpr size_t kMaxFaults = 20, kMaxIgnored = 100;
 };

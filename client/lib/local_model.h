@@ -5,6 +5,7 @@
 #include <filesystem>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "extractor/base/status.h"
 #include "extractor/text/chat_template.h"
@@ -19,10 +20,10 @@ class LocalModel {
   // the file.
   static absl::StatusOr<LocalModel> Open(const std::filesystem::path& folder);
 
-  // A refused sample has `error`. INVALID_ARGUMENT for options that are not known. `mode` of the
-  // options must be given.
-  absl::StatusOr<v1::Rendered> Render(const v1::JobOptions& options,
-                                      const v1::SampleInput& sample) const;
+  // As Model.Render answers: a refused sample has `error`. INVALID_ARGUMENT for options that cannot
+  // be.
+  absl::StatusOr<std::vector<v1::Rendered>> Render(const v1::JobOptions& options,
+                                                   const v1::SampleInput& sample) const;
   const Tokenizer& tokenizer() const { return *tokenizer_; }
 
  private:

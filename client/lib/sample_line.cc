@@ -100,12 +100,17 @@ absl::StatusOr<std::string> MaskBytes(const Json& value, size_t num_tokens) {
   return mask;
 }
 
-v1::JobMode ModeOfChat(const Json& messages) {
-  if (messages.empty()) return v1::JOB_MODE_UNSPECIFIED;
-  const Json* role = FindMember(messages.back(), "role");
-  if (role == nullptr || !role->is_string()) return v1::JOB_MODE_UNSPECIFIED;
-  if (*role == "assistant") return v1::JOB_MODE_PREFILL;
-  return *role == "user" || *role == "tool" ? v1::JOB_MODE_GENERATE : v1::JOB_MODE_UNSPECIFIED;
+bool HasRole(const Json& message, std::string_view role) {
+  const Json* value = FindMember(message, "role");
+  return value != nullptr && value->is_string() && value->get_ref<const std::string&>() == role;
+}
+
+LineKind KindOfChat(const Json& messages) {
+  if (messages.empty()) return LineKind::kOtherChat;
+  const Json& last = messages.back();
+  if (HasRole(last, "assistant")) return LineKind::kFinishedChat;
+  return HasRole(last, "user") || HasRole(last, "tool") ? LineKind::kOpenChat
+                                                        : LineKind::kOtherChat;
 }
 
 absl::Status SetChat(const Json& messages, const Json* tools, std::string_view prefix,
@@ -118,7 +123,11 @@ absl::Status SetChat(const Json& messages, const Json* tools, std::string_view p
   v1::ChatText& chat = *to.sample.mutable_chat();
   chat.set_messages_json(DumpJson(messages));
   if (tools != nullptr) chat.set_tools_json(DumpJson(*tools));
-  to.mode = ModeOfChat(messages);
+  to.kind = KindOfChat(messages);
+  to.answers =
+      static_cast<int>(std::count_if(messages.begin(), messages.end(), [](const Json& message) {
+        return HasRole(message, "assistant");
+      }));
   return absl::OkStatus();
 }
 
@@ -128,7 +137,7 @@ absl::Status SetPrompt(const Json& prompt, std::string_view field, ParsedLine& t
         field, Found(prompt),
         prompt.is_array() ? "give ids as input_ids, a chat as messages, or a text" : "give a text");
   to.sample.set_prompt(prompt.get<std::string>());
-  to.mode = v1::JOB_MODE_GENERATE;
+  to.kind = LineKind::kPrompt;
   return absl::OkStatus();
 }
 
@@ -212,7 +221,7 @@ absl::Status SetTokens(const Json& line, const Json& ids, ParsedLine& to) {
     STATETAP_ASSIGN_OR_RETURN(*tokens.mutable_loss_mask(),
                               MaskBytes(*mask, static_cast<size_t>(tokens.ids_size())));
   }
-  to.mode = v1::JOB_MODE_PREFILL;
+  to.kind = LineKind::kTokens;
   return absl::OkStatus();
 }
 
@@ -228,7 +237,7 @@ absl::Status SetAnswer(const Json& line, const Json& prompt, ParsedLine& to) {
   std::string mask(prompt_tokens, '\0');
   mask.resize(static_cast<size_t>(tokens.ids_size()), '\1');
   tokens.set_loss_mask(std::move(mask));
-  to.mode = v1::JOB_MODE_PREFILL;
+  to.kind = LineKind::kTokens;
   return absl::OkStatus();
 }
 
@@ -337,6 +346,13 @@ std::vector<std::string> IgnoredFields(const Json& line) {
 }
 
 }  // namespace
+
+v1::JobMode ModeOf(LineKind kind, std::string_view turns) {
+  if (kind == LineKind::kTokens) return v1::JOB_MODE_PREFILL;
+  if (kind == LineKind::kPrompt || turns == "regenerate") return v1::JOB_MODE_GENERATE;
+  if (kind == LineKind::kFinishedChat || turns == "each") return v1::JOB_MODE_PREFILL;
+  return kind == LineKind::kOpenChat ? v1::JOB_MODE_GENERATE : v1::JOB_MODE_UNSPECIFIED;
+}
 
 absl::StatusOr<ParsedLine> ParseSampleLine(std::string_view line, std::string_view default_source) {
   absl::StatusOr<Json> json = ParseJson(line);

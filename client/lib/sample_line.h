@@ -20,14 +20,21 @@
 
 namespace statetap {
 
+// By its last turn a chat is open (a user's or a tool's), finished (the assistant's) or neither (an
+// empty one, a system message).
+enum class LineKind { kPrompt, kOpenChat, kFinishedChat, kOtherChat, kTokens };
+
 struct ParsedLine {
   v1::SampleInput sample;
-  // What the line is by itself, where --mode does not say: GENERATE for an open chat (its last turn
-  // is a user's or a tool's) and for a prompt, PREFILL for ids and finished chats, UNSPECIFIED
-  // where it could be either (an empty chat).
-  v1::JobMode mode = v1::JOB_MODE_UNSPECIFIED;
+  LineKind kind = LineKind::kOtherChat;
+  int answers = 0;                   // assistant messages of a chat
   std::vector<std::string> ignored;  // members that nothing reads
 };
+
+// What lines of this kind are for, where --mode does not say: GENERATE for open chats and prompts,
+// PREFILL for ids and finished chats, UNSPECIFIED for chats that could be either. turns "each"
+// makes every chat one to prefill, "regenerate" one to answer.
+v1::JobMode ModeOf(LineKind kind, std::string_view turns);
 
 // INVALID_ARGUMENT says which field, what was found and what would fix it: no JSON, no UTF-8, a key
 // given twice, no known shape, a field of a wrong kind, a sampling field that cannot be honoured.

@@ -68,6 +68,9 @@ absl::StatusOr<ToolCall> ReadToolCall(const Json& call) {
     return FieldError("function.arguments", "is missing; give {} for a call without any");
   ToolCall read;
   STATETAP_ASSIGN_OR_RETURN(read.id, ReadScalar(call, "id"));
+  // Nothing renders the name: whatever it is, it is no fault.
+  if (const Json* name = FindMember(*function, "name"); name != nullptr && name->is_string())
+    read.name = name->get<std::string>();
   read.arguments = arguments->is_string() ? arguments->get<std::string>() : PythonJson(*arguments);
   return read;
 }

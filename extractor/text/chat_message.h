@@ -19,6 +19,7 @@ struct ContentPart {
 
 struct ToolCall {
   std::string id;         // as given; empty where it is missing
+  std::string name;       // of the function; empty where it is missing
   std::string arguments;  // a string as given, else JSON as Python prints it
 };
 

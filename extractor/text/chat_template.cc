@@ -50,8 +50,8 @@ size_t LastAssistant(const std::vector<ChatMessage>& messages) {
 
 class Renderer {
  public:
-  explicit Renderer(const RenderOptions& options)
-      : options_(options), rules_(RulesOf(options.kind)) {}
+  Renderer(const RenderOptions& options, TextCounts* counts)
+      : options_(options), rules_(RulesOf(options.kind)), counts_(*counts) {}
 
   std::vector<Segment> Render(const std::vector<ChatMessage>& messages, const Json* tools) {
     if (tools != nullptr && !tools->empty()) DeclareTools(SortedByKey(*tools));
@@ -63,7 +63,9 @@ class Renderer {
     const size_t keep_from = KeepReasoningFrom(messages, last);
     for (size_t i = 0; i < messages.size(); ++i) {
       if (messages[i].IsAssistant()) {
-        Assistant(messages[i], i >= keep_from, options_.supervise_last && i == last);
+        const bool keep = rules_.think_blocks && i >= keep_from;
+        CountThought(messages[i], keep, i == last);
+        Assistant(messages[i], keep, IsSupervised(i == last));
       } else {
         Other(messages[i]);
       }
@@ -82,17 +84,31 @@ class Renderer {
                      options_.keep_reasoning == KeepReasoning::kLast ? last : messages.size());
   }
 
+  bool IsSupervised(bool is_last) const {
+    return options_.supervision.answers == Supervision::Answers::kAll ||
+           (options_.supervision.answers == Supervision::Answers::kLast && is_last);
+  }
+
+  void CountThought(const ChatMessage& message, bool kept, bool is_last) {
+    if (message.reasoning.empty()) return;
+    ++counts_.thoughts;
+    if (kept) return;
+    ++(is_last                   ? counts_.dropped_last
+       : message.IsPlainAnswer() ? counts_.dropped_earlier
+                                 : counts_.dropped_tool_turns);
+  }
+
   void Special(std::string_view name) {
     segments_.push_back({Segment::Kind::kSpecial, std::string(name), supervising_});
   }
 
   void Text(std::string_view text) {
     if (text.empty()) return;
-    if (!segments_.empty() && segments_.back().kind == Segment::Kind::kText &&
+    if (!segments_.empty() && segments_.back().kind == text_kind_ &&
         segments_.back().supervised == supervising_) {
       segments_.back().text += text;
     } else {
-      segments_.push_back({Segment::Kind::kText, std::string(text), supervising_});
+      segments_.push_back({text_kind_, std::string(text), supervising_});
     }
   }
 
@@ -131,23 +147,28 @@ class Renderer {
 
   void Assistant(const ChatMessage& message, bool keep_reasoning, bool supervise) {
     Open("<|im_assistant|>", message.name);
-    if (rules_.think_blocks) {
-      ThinkBlock(keep_reasoning ? std::string_view(message.reasoning) : "", supervise);
-    }
+    text_kind_ = Segment::Kind::kAnswer;
+    if (rules_.think_blocks) ThinkBlock(message, keep_reasoning, supervise);
     supervising_ = supervise;
     Content(message);
     ToolCalls(message.tool_calls);
+    text_kind_ = Segment::Kind::kText;
+    supervising_ = supervise && options_.supervision.stop;
     Special("<|im_end|>");
     supervising_ = false;
   }
 
-  // Supervised is what the model writes itself: not what its generation prompt ended in.
-  void ThinkBlock(std::string_view reasoning, bool supervise) {
+  // Supervised is what the model writes itself: not what its generation prompt ended in, and not an
+  // empty block where it thought.
+  void ThinkBlock(const ChatMessage& message, bool keep_reasoning, bool supervise) {
+    const bool empty = message.reasoning.empty() || !keep_reasoning;
+    const bool dropped = empty && !message.reasoning.empty();
+    const bool prompt_closes = rules_.prompt_opens_thought && !options_.thinking;
+    supervise = supervise && options_.supervision.thought && !dropped;
     supervising_ = supervise && !rules_.prompt_opens_thought;
     Special("<think>");
-    const bool prompt_closes = rules_.prompt_opens_thought && !options_.thinking;
-    supervising_ = supervise && !(prompt_closes && reasoning.empty());
-    Text(reasoning);
+    supervising_ = supervise && !(prompt_closes && empty);
+    if (!empty) Text(message.reasoning);
     Special("</think>");
   }
 
@@ -155,6 +176,9 @@ class Renderer {
     if (calls.empty()) return;
     Special("<|tool_calls_section_begin|>");
     for (const ToolCall& call : calls) {
+      if (call.id != fmt::format("functions.{}:{}", call.name, calls_so_far_++))
+        ++counts_.odd_tool_ids;
+      ++counts_.tool_calls;
       Special("<|tool_call_begin|>");
       Text(call.id);
       Special("<|tool_call_argument_begin|>");
@@ -207,8 +231,11 @@ class Renderer {
 
   const RenderOptions& options_;
   const TemplateRules rules_;
+  TextCounts& counts_;
   std::vector<Segment> segments_;
+  Segment::Kind text_kind_ = Segment::Kind::kText;
   bool supervising_ = false;
+  int calls_so_far_ = 0;
 };
 
 // Moves thoughts that stand in an answer's content to its reasoning.
@@ -229,7 +256,7 @@ absl::Status MoveThoughts(std::vector<ChatMessage>& messages) {
 }  // namespace
 
 absl::StatusOr<std::vector<Segment>> RenderChat(const Json& messages, const Json* tools,
-                                                const RenderOptions& options) {
+                                                const RenderOptions& options, TextCounts* counts) {
   if (options.kind == TemplateKind::kNone)
     return absl::InvalidArgumentError(
         "template none cannot render a chat; choose kimi-k2.5, kimi-k2-thinking or "
@@ -240,7 +267,8 @@ absl::StatusOr<std::vector<Segment>> RenderChat(const Json& messages, const Json
   STATETAP_ASSIGN_OR_RETURN(std::vector<ChatMessage> read, ReadMessages(messages));
   if (RulesOf(options.kind).think_blocks && options.keep_reasoning != KeepReasoning::kToolLoop)
     STATETAP_RETURN_IF_ERROR(MoveThoughts(read));
-  return Renderer(options).Render(read, tools);
+  TextCounts unwanted;
+  return Renderer(options, counts != nullptr ? counts : &unwanted).Render(read, tools);
 }
 
 absl::Status CheckTextOnly(const Json& messages) {

@@ -69,7 +69,7 @@ absl::Status SpecialTokens::BuildIndex() {
 }
 
 std::optional<int32_t> SpecialTokens::IdOf(std::string_view name) const {
-  const auto found = ids_.find(std::string(name));
+  const auto found = ids_.find(name);
   if (found == ids_.end()) return std::nullopt;
   return found->second;
 }

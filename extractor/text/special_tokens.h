@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <limits>
 #include <optional>
 #include <string>
@@ -37,13 +38,18 @@ class SpecialTokens {
   Match Find(std::string_view text, size_t from) const;
 
  private:
+  struct NameHash {  // of views too
+    using is_transparent = void;
+    size_t operator()(std::string_view name) const { return std::hash<std::string_view>()(name); }
+  };
+
   absl::Status Name(const std::string& key, const Json& entry);
   absl::Status BuildIndex();
 
   int32_t first_id_ = 0;
   int32_t lowest_ = std::numeric_limits<int32_t>::max();  // that has a name
   std::vector<std::string> names_;
-  std::unordered_map<std::string, int32_t> ids_;
+  std::unordered_map<std::string, int32_t, NameHash, std::equal_to<>> ids_;
   std::vector<size_t> lengths_;  // that occur, longest first
   std::string first_bytes_;      // that occur
 };

@@ -1,34 +1,22 @@
 // Names, choice and identity of the chat templates.
 #include "extractor/base/digest.h"
 #include "extractor/base/json.h"
+#include "extractor/base/named_value.h"
 #include "extractor/text/chat_template.h"
 
 namespace statetap {
 namespace {
 
-constexpr std::pair<TemplateKind, std::string_view> kTemplates[] = {
+constexpr NamedValue<TemplateKind> kTemplates[] = {
     {TemplateKind::kKimiK25, "kimi-k2.5"},
     {TemplateKind::kKimiK2Thinking, "kimi-k2-thinking"},
     {TemplateKind::kKimiK2Instruct, "kimi-k2-instruct"},
     {TemplateKind::kNone, "none"}};
 
-constexpr std::pair<KeepReasoning, std::string_view> kKeepReasoning[] = {
-    {KeepReasoning::kNone, "none"},
-    {KeepReasoning::kToolLoop, "tool_loop"},
-    {KeepReasoning::kLast, "last"},
-    {KeepReasoning::kAll, "all"}};
-
-template <typename Value, size_t size>
-absl::StatusOr<Value> ParseName(const std::pair<Value, std::string_view> (&entries)[size],
-                                std::string_view what, std::string_view name) {
-  std::string names;
-  for (const auto& [value, known] : entries) {
-    if (known == name) return value;
-    names += fmt::format("{}{}", names.empty() ? "" : ", ", known);
-  }
-  return absl::InvalidArgumentError(
-      fmt::format("{} \"{}\" is unknown; it is one of {}", what, name, names));
-}
+constexpr NamedValue<KeepReasoning> kKeepReasoning[] = {{KeepReasoning::kNone, "none"},
+                                                        {KeepReasoning::kToolLoop, "tool_loop"},
+                                                        {KeepReasoning::kLast, "last"},
+                                                        {KeepReasoning::kAll, "all"}};
 
 // A chat that meets every rule of the templates.
 constexpr std::string_view kProbe = R"([
@@ -57,19 +45,16 @@ constexpr std::string_view kProbeTools = R"([
 }  // namespace
 
 absl::StatusOr<TemplateKind> ParseTemplateKind(std::string_view name) {
-  return ParseName(kTemplates, "template", name);
+  return ValueOf(kTemplates, "template", name);
 }
 
 absl::StatusOr<KeepReasoning> ParseKeepReasoning(std::string_view name) {
-  return ParseName(kKeepReasoning, "keep_reasoning", name);
+  return ValueOf(kKeepReasoning, "keep_reasoning", name);
 }
 
-std::string_view NameOf(TemplateKind kind) {
-  for (const auto& [known, name] : kTemplates) {
-    if (known == kind) return name;
-  }
-  return "none";
-}
+std::string_view NameOf(TemplateKind kind) { return NameIn(kTemplates, kind); }
+
+std::string_view NameOf(KeepReasoning keep) { return NameIn(kKeepReasoning, keep); }
 
 TemplateKind DetectTemplate(std::string_view outer_model_type, const Tokenizer& tokenizer) {
   if (outer_model_type == "kimi_k25") return TemplateKind::kKimiK25;
@@ -85,12 +70,14 @@ std::string TemplateDigest(TemplateKind kind) {
   const Json probe = ParseJson(kProbe).value(), tools = ParseJson(kProbeTools).value();
   for (const auto& [keep, name] : kKeepReasoning) {
     for (const bool thinking : {false, true}) {
-      const RenderOptions options{
-          .kind = kind, .thinking = thinking, .keep_reasoning = keep, .supervise_last = true};
+      const RenderOptions options{.kind = kind,
+                                  .thinking = thinking,
+                                  .keep_reasoning = keep,
+                                  .supervision = {.answers = Supervision::Answers::kAll}};
       for (const Json* declared : {static_cast<const Json*>(nullptr), &tools}) {
         const std::vector<Segment> segments = RenderChat(probe, declared, options).value();
         for (const Segment& segment : segments)
-          content += fmt::format("\n{}{} {}", segment.kind == Segment::Kind::kText ? 't' : 's',
+          content += fmt::format("\n{}{} {}", segment.kind == Segment::Kind::kSpecial ? 's' : 't',
                                  segment.supervised ? '+' : '-', segment.text);
       }
     }

@@ -13,7 +13,8 @@ struct ThoughtAndAnswer {
 };
 
 // "<think>thought</think>answer" (white space in front is dropped) or "thought</think>answer".
-// INVALID_ARGUMENT for a thought that is opened and never closed.
+// A tool section that stands between the tags is part of the thought. INVALID_ARGUMENT for a
+// thought that is opened and never closed.
 absl::StatusOr<ThoughtAndAnswer> SplitThought(std::string_view content);
 
 }  // namespace statetap

@@ -132,6 +132,16 @@ absl::StatusOr<std::vector<int32_t>> Tokenizer::EncodeWithSpecials(std::string_v
   });
 }
 
+std::vector<int32_t> Tokenizer::SpecialsIn(std::string_view text) const {
+  std::vector<int32_t> ids;
+  for (size_t at = 0; at < text.size();) {
+    const SpecialTokens::Match match = impl_->specials.Find(text, at);
+    if (match.begin < match.end) ids.push_back(match.id);
+    at = match.end;
+  }
+  return ids;
+}
+
 std::string Tokenizer::DecodeBytes(std::span<const int32_t> ids) const {
   std::string bytes;
   for (const int32_t id : ids) {

@@ -29,8 +29,10 @@ class Tokenizer {
   // byte offset for invalid UTF-8.
   absl::StatusOr<std::vector<int32_t>> Encode(std::string_view text) const;
   // The same, but text that spells a special token becomes it, as the vendor's encode does. For raw
-  // prompts, and only where a person chose it: never for the content of a chat.
+  // prompts and answers, and only where a person chose it: never for what users or tools wrote.
   absl::StatusOr<std::vector<int32_t>> EncodeWithSpecials(std::string_view text) const;
+  // The special tokens that `text` spells, in order.
+  std::vector<int32_t> SpecialsIn(std::string_view text) const;
   // The tokens' bytes joined; a special token gives its name. Ids outside the vocabulary give
   // nothing and are the caller's fault.
   std::string DecodeBytes(std::span<const int32_t> ids) const;

@@ -36,6 +36,9 @@ std::optional<Rejection> CheckFields(const v1::SampleInput& sample) {
     if (text->find('\0') != std::string::npos)
       return Input("id and source must not contain NUL characters");
   }
+  if (!sample.split().empty() && sample.split() != "train" && sample.split() != "eval")
+    return Input(fmt::format("split is \"{}\"; give train or eval, or leave it out",
+                             CutMiddle(sample.split(), 40)));
   if (sample.max_new_tokens() < 0)
     return Input(fmt::format("max_new_tokens is {}; give 1 or more, or leave it out",
                              sample.max_new_tokens()));
@@ -84,156 +87,8 @@ std::string SplitOf(const std::string& id, double eval_fraction) {
   return hash < eval_fraction * 0x1p64 ? "eval" : "train";
 }
 
-bool EndsWithAnswer(const Json& messages) {
-  if (!messages.is_array() || messages.empty()) return false;
-  const Json* role = FindMember(messages.back(), "role");
-  return role != nullptr && *role == "assistant";
-}
-
-bool HasAnswer(const Json& messages) {
-  return std::any_of(messages.begin(), messages.end(), [](const Json& message) {
-    const Json* role = FindMember(message, "role");
-    return role != nullptr && *role == "assistant";
-  });
-}
-
-// What can be rendered and yet gives no sample of a job.
-absl::Status CheckForJob(const Json& messages, bool generate) {
-  if (generate && EndsWithAnswer(messages)) {
-    return absl::InvalidArgumentError(fmt::format(
-        "messages[{}] is the assistant's, so there is nothing to answer; leave that turn out, or "
-        "capture the chat as it is with mode prefill",
-        messages.size() - 1));
-  }
-  if (!generate && messages.is_array() && !HasAnswer(messages)) {
-    return absl::InvalidArgumentError(
-        "no message is the assistant's, so no token would be supervised; use mode generate, or "
-        "give "
-        "the answer");
-  }
-  return CheckTextOnly(messages);  // nothing here could look at an image
-}
-
-RenderedSample RenderChatSample(const v1::SampleInput& sample, const TextPlan& plan,
-                                const ServedModel& model, WithText with_text) {
-  RenderedSample out;
-  const absl::StatusOr<Json> messages = ParseJson(sample.chat().messages_json());
-  if (!messages.ok()) {
-    out.rejection = Input(fmt::format("messages: {}", MessageOf(messages.status())));
-    return out;
-  }
-  absl::StatusOr<Json> tools = Json();
-  if (!sample.chat().tools_json().empty()) tools = ParseJson(sample.chat().tools_json());
-  if (!tools.ok()) {
-    out.rejection = Input(fmt::format("tools: {}", MessageOf(tools.status())));
-    return out;
-  }
-  RenderOptions options;
-  options.kind = plan.kind;
-  options.thinking = sample.has_thinking() ? sample.thinking() : plan.thinking;
-  options.keep_reasoning = plan.keep_reasoning;
-  options.generation_prompt = plan.generate;
-  options.supervise_last = !plan.generate;
-  if (with_text == WithText::kNo) {  // a sample of a job
-    if (const absl::Status fits = CheckForJob(*messages, plan.generate); !fits.ok()) {
-      out.rejection = Rejection{"template", {}, {}, std::string(MessageOf(fits))};
-      return out;
-    }
-  }
-  const auto segments = RenderChat(*messages, tools->is_null() ? nullptr : &*tools, options);
-  if (!segments.ok()) {
-    out.rejection = Rejection{"template", {}, {}, std::string(MessageOf(segments.status()))};
-    return out;
-  }
-  if (with_text == WithText::kYes) out.text = TextOf(*segments);
-  absl::StatusOr<EncodedText> encoded = EncodeSegments(*model.tokenizer, *segments);
-  if (!encoded.ok()) {
-    out.rejection = Input(std::string(MessageOf(encoded.status())));
-    return out;
-  }
-  out.ids = std::move(encoded->ids);
-  out.mask = std::move(encoded->loss_mask);
-  return out;
-}
-
-RenderedSample RenderPrompt(const v1::SampleInput& sample, const ServedModel& model,
-                            WithText with_text) {
-  RenderedSample out;
-  absl::StatusOr<std::vector<int32_t>> ids = model.tokenizer->Encode(sample.prompt());
-  if (!ids.ok()) {
-    out.rejection = Input(fmt::format("prompt: {}", MessageOf(ids.status())));
-    return out;
-  }
-  out.ids = *std::move(ids);
-  out.mask.assign(out.ids.size(), 1);
-  if (with_text == WithText::kYes) out.text = sample.prompt();
-  return out;
-}
-
-RenderedSample RenderIds(const v1::SampleInput& sample, const ServedModel& model,
-                         WithText with_text) {
-  RenderedSample out;
-  const v1::TokenIds& tokens = sample.tokens();
-  out.ids.assign(tokens.ids().begin(), tokens.ids().end());
-  out.mask.assign(tokens.loss_mask().begin(), tokens.loss_mask().end());
-  if (out.mask.empty()) out.mask.assign(out.ids.size(), 1);
-  if (out.mask.size() != out.ids.size()) {
-    out.rejection = Input(
-        fmt::format("loss_mask has {} values for {} input_ids", out.mask.size(), out.ids.size()));
-  } else if (std::any_of(out.mask.begin(), out.mask.end(), [](uint8_t m) { return m > 1; })) {
-    out.rejection = Input("loss_mask holds values other than 0 and 1");
-  }
-  for (size_t i = 0; i < out.ids.size() && !out.rejection; ++i) {
-    if (out.ids[i] >= 0 && out.ids[i] < model.config.vocab) continue;
-    out.rejection = Rejection{"token_id",
-                              {},
-                              static_cast<int64_t>(i),
-                              fmt::format("input_ids[{}] is {}, the vocabulary has ids 0 to {}", i,
-                                          out.ids[i], model.config.vocab - 1)};
-  }
-  if (!out.rejection && with_text == WithText::kYes) out.text = model.tokenizer->Decode(out.ids);
-  return out;
-}
-
-}  // namespace
-
-bool DefaultsToGenerate(const v1::SampleInput& sample) {
-  if (sample.has_tokens()) return false;
-  if (!sample.has_chat()) return true;
-  const absl::StatusOr<Json> messages = ParseJson(sample.chat().messages_json());
-  return !messages.ok() || !EndsWithAnswer(*messages);
-}
-
-std::string ContentDigest(const v1::SampleInput& sample) {
-  v1::SampleInput content = sample;
-  content.clear_id();
-  content.clear_source();
-  content.clear_meta_json();
-  content.clear_source_line();
-  const std::string bytes = content.SerializeAsString();
-  return HexOf(Xxh3Of(std::as_bytes(std::span(bytes))));
-}
-
-RenderedSample RenderSample(const v1::SampleInput& sample, const TextPlan& plan,
-                            const ServedModel& model, WithText with_text) {
-  RenderedSample out;
-  switch (sample.content_case()) {
-    case v1::SampleInput::kChat: out = RenderChatSample(sample, plan, model, with_text); break;
-    case v1::SampleInput::kPrompt: out = RenderPrompt(sample, model, with_text); break;
-    case v1::SampleInput::kTokens: out = RenderIds(sample, model, with_text); break;
-    case v1::SampleInput::CONTENT_NOT_SET:
-      out.rejection = Input("the sample has neither messages, prompt nor input_ids");
-  }
-  if (out.rejection) return out;
-  if (out.ids.empty()) out.rejection = Input("the sample has no token");
-  if (plan.generate) std::fill(out.mask.begin(), out.mask.end(), uint8_t{0});
-  return out;
-}
-
-namespace {
-
-SampleRow Admit(const v1::SampleInput& sample, const JobPlan& plan, const ServedModel& model,
-                Lengths lengths) {
+// All but the text.
+SampleRow FieldsOf(const v1::SampleInput& sample, const JobPlan& plan) {
   SampleRow row;
   row.digest = ContentDigest(sample);
   row.id = sample.id();
@@ -249,36 +104,55 @@ SampleRow Admit(const v1::SampleInput& sample, const JobPlan& plan, const Served
   } else if (sample.has_thinking() && !plan.temperature_given) {
     row.temperature = DefaultTemperature(sample.thinking());
   }
-  RenderedSample rendered = RenderSample(sample, plan.text, model, WithText::kNo);
-  row.rejection = std::move(rendered.rejection);
-  if (row.rejection) return row;
-  row.ids = std::move(rendered.ids);
+  return row;
+}
+
+void SetText(SampleText text, const JobPlan& plan, Lengths lengths, SampleRow& row) {
+  row.turn = text.turn;
+  if (text.refusal) {
+    row.rejection = Rejection{text.refusal->reason, {}, text.refusal->token, text.refusal->message};
+    return;
+  }
+  row.text = text.counts;
+  row.ids = std::move(text.ids);
   // What is not supervised before the first supervised token is the prompt.
   row.prompt_tokens = static_cast<int32_t>(
-      std::find(rendered.mask.begin(), rendered.mask.end(), uint8_t{1}) - rendered.mask.begin());
-  if (!plan.text.generate) row.mask = std::move(rendered.mask);
+      std::find(text.mask.begin(), text.mask.end(), uint8_t{1}) - text.mask.begin());
+  if (!plan.text.generate) row.mask = std::move(text.mask);
   if (lengths == Lengths::kCheck) row.rejection = CheckLength(row, plan);
-  return row;
+}
+
+// What is too long to be listed is not kept: the source line tells which sample it was.
+void Shorten(SampleRow& row) {
+  row.rejection->message = CutMiddle(row.rejection->message, kMostMessageBytes);
+  row.source = CutMiddle(row.source, kMaxSourceBytes);
+  if (row.meta_json.size() > kMaxMetaBytes) row.meta_json.clear();
 }
 
 }  // namespace
 
-SampleRow AdmitSample(const v1::SampleInput& sample, const JobPlan& plan, const ServedModel& model,
-                      Lengths lengths) {
-  SampleRow row = Admit(sample, plan, model, lengths);
-  if (!row.rejection) return row;
-  row.rejection->message = CutMiddle(row.rejection->message, kMostMessageBytes);
-  // What is too long to be listed is not kept either: the source line tells which one it was.
-  row.source = CutMiddle(row.source, kMaxSourceBytes);
-  if (row.meta_json.size() > kMaxMetaBytes) row.meta_json.clear();
-  return row;
+std::vector<SampleRow> AdmitSample(const v1::SampleInput& sample, const JobPlan& plan,
+                                   const ServedModel& model, Lengths lengths) {
+  std::vector<SampleRow> rows;
+  const SampleRow fields = FieldsOf(sample, plan);
+  if (fields.rejection) {
+    rows.push_back(fields);
+  } else {
+    for (SampleText& text : TextsOf(sample, plan.text, model.text(), TextPurpose::kJob)) {
+      rows.push_back(fields);
+      SetText(std::move(text), plan, lengths, rows.back());
+    }
+  }
+  for (SampleRow& row : rows) {
+    if (row.rejection) Shorten(row);
+  }
+  return rows;
 }
 
 absl::StatusOr<SampleAdmitter> SampleAdmitter::Begin(const ServedModel& model,
                                                      const v1::JobOptions& options) {
   // Whatever the mode will be, these options must be possible.
-  STATETAP_RETURN_IF_ERROR(
-      PlanJob(options, options.mode() != v1::JOB_MODE_PREFILL, model).status());
+  STATETAP_RETURN_IF_ERROR(PlanJob(options, MayGenerate(options), model).status());
   return SampleAdmitter(model, options);
 }
 
@@ -290,7 +164,8 @@ SampleAdmitter::SampleAdmitter(const ServedModel& model, const v1::JobOptions& o
 
 absl::Status SampleAdmitter::ResolveMode(const v1::SampleInput& sample) {
   const bool given = given_.mode() != v1::JOB_MODE_UNSPECIFIED;
-  const bool generate = given ? given_.mode() == v1::JOB_MODE_GENERATE : DefaultsToGenerate(sample);
+  const bool generate =
+      given ? given_.mode() == v1::JOB_MODE_GENERATE : DefaultsToGenerate(sample, given_);
   if (!plan_) {
     STATETAP_ASSIGN_OR_RETURN(plan_, PlanJob(given_, generate, *model_));
   } else if (generate != plan_->text.generate) {
@@ -316,16 +191,25 @@ absl::StatusOr<std::vector<SampleRow>> SampleAdmitter::Admit(const SampleBatch& 
         fmt::format("samples: {} in one message; send at most {}", samples.size(), kMaxBatch));
   }
   for (const v1::SampleInput& sample : samples) STATETAP_RETURN_IF_ERROR(ResolveMode(sample));
-  std::vector<SampleRow> rows(static_cast<size_t>(samples.size()));
+  std::vector<std::vector<SampleRow>> admitted(static_cast<size_t>(samples.size()));
   workers_->ParallelFor(samples.size(), [&](int64_t begin, int64_t end, int) {
     for (int64_t i = begin; i < end; ++i)
-      rows[static_cast<size_t>(i)] =
+      admitted[static_cast<size_t>(i)] =
           AdmitSample(samples[static_cast<int>(i)], *plan_, *model_, lengths);
   });
+  std::vector<SampleRow> rows;
   for (int i = 0; i < samples.size(); ++i) {
-    SampleRow& row = rows[static_cast<size_t>(i)];
-    row.id = IdOf(samples[i], row.digest);
-    row.split = SplitOf(row.id, plan_->options.eval_fraction());
+    std::vector<SampleRow>& turns = admitted[static_cast<size_t>(i)];
+    const std::string id = IdOf(samples[i], turns[0].digest);
+    // The turns of a chat stay on one side of the split: they share their text.
+    const std::string split = samples[i].split().empty()
+                                  ? SplitOf(id, plan_->options.eval_fraction())
+                                  : samples[i].split();
+    for (SampleRow& row : turns) {
+      row.id = IdOfTurn(id, row.turn);
+      row.split = split;
+      rows.push_back(std::move(row));
+    }
   }
   return rows;
 }

@@ -15,27 +15,11 @@
 
 namespace statetap {
 
-// Prefill for ids and for chats whose last turn is the assistant's, else generate.
-bool DefaultsToGenerate(const v1::SampleInput& sample);
-
-// Of text or ids, tools, thinking and sampling: 16 hex digits. Not of id, source and meta.
-std::string ContentDigest(const v1::SampleInput& sample);
-
-struct RenderedSample {
-  std::string text;  // filled where asked for
-  std::vector<int32_t> ids;
-  std::vector<uint8_t> mask;           // one a token; generate: zeros, the answer's ones come later
-  std::optional<Rejection> rejection;  // template, input or token_id
-};
-enum class WithText { kYes, kNo };
-// No length limit is applied here.
-RenderedSample RenderSample(const v1::SampleInput& sample, const TextPlan& plan,
-                            const ServedModel& model, WithText with_text);
-
-// A sample of a job: rendered, overrides checked, held against the length limit (or not).
+// The samples of a job that an input gives (see TextsOf), ids and splits left out: rendered,
+// overrides checked, held against the length limit (or not).
 enum class Lengths { kCheck, kIgnore };
-SampleRow AdmitSample(const v1::SampleInput& sample, const JobPlan& plan, const ServedModel& model,
-                      Lengths lengths = Lengths::kCheck);
+std::vector<SampleRow> AdmitSample(const v1::SampleInput& sample, const JobPlan& plan,
+                                   const ServedModel& model, Lengths lengths = Lengths::kCheck);
 
 using SampleBatch = google::protobuf::RepeatedPtrField<v1::SampleInput>;
 

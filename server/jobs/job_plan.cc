@@ -66,7 +66,7 @@ absl::Status FillLengths(v1::JobOptions& options, const ServedModel& model) {
 }
 
 absl::Status FillSampling(v1::JobOptions& options, const TextPlan& text) {
-  if (!options.has_temperature()) options.set_temperature(DefaultTemperature(text.thinking));
+  if (!options.has_temperature()) options.set_temperature(DefaultTemperature(text.render.thinking));
   if (!(options.temperature() >= 0 && options.temperature() <= 100))
     return Invalid("temperature", options.temperature(), "give 0 (greedy) to 100");
   if (!options.has_top_p()) options.set_top_p(0.95);
@@ -101,32 +101,6 @@ Json FieldJson(const google::protobuf::Message& message,
 
 double DefaultTemperature(bool thinking) { return thinking ? 1.0 : 0.6; }
 
-absl::StatusOr<TextPlan> PlanText(const v1::JobOptions& options, bool generate,
-                                  const ServedModel& model) {
-  if (!v1::JobMode_IsValid(options.mode()))
-    return Invalid("mode", static_cast<int>(options.mode()), "give generate or prefill");
-  TextPlan plan;
-  plan.generate = generate;
-  plan.thinking = options.has_thinking() ? options.thinking() : true;
-  plan.kind = model.template_kind;
-  if (!options.template_().empty() && options.template_() != "auto") {
-    auto kind = ParseTemplateKind(options.template_());
-    if (!kind.ok()) return WithContext(kind.status(), "options.template");
-    plan.kind = *kind;
-  }
-  plan.keep_reasoning = generate ? KeepReasoning::kToolLoop : KeepReasoning::kLast;
-  if (!options.keep_reasoning().empty()) {
-    auto keep = ParseKeepReasoning(options.keep_reasoning());
-    if (!keep.ok()) return WithContext(keep.status(), "options.keep_reasoning");
-    plan.keep_reasoning = *keep;
-  }
-  if (!options.turns().empty() && options.turns() != "last") {
-    return Invalid("turns", fmt::format("\"{}\"", options.turns()),
-                   "this server supervises the last answer of a chat: leave it out, or give last");
-  }
-  return plan;
-}
-
 absl::StatusOr<JobPlan> PlanJob(const v1::JobOptions& given, bool generate,
                                 const ServedModel& model, Capture capture) {
   JobPlan plan;
@@ -134,12 +108,8 @@ absl::StatusOr<JobPlan> PlanJob(const v1::JobOptions& given, bool generate,
   v1::JobOptions& options = plan.options;
   if (const size_t count = CountCharacters(options.name()); count > kMaxNameCharacters)
     return Invalid("name", fmt::format("a name of {} characters", count), "give 1 to 200");
-  STATETAP_ASSIGN_OR_RETURN(plan.text, PlanText(given, generate, model));
-  options.set_mode(generate ? v1::JOB_MODE_GENERATE : v1::JOB_MODE_PREFILL);
-  options.set_template_(std::string(NameOf(plan.text.kind)));
-  options.set_thinking(plan.text.thinking);
-  if (options.keep_reasoning().empty()) options.set_keep_reasoning(generate ? "tool_loop" : "last");
-  if (options.turns().empty()) options.set_turns("last");
+  STATETAP_ASSIGN_OR_RETURN(plan.text, PlanText(given, generate, model.template_kind));
+  FillTextOptions(plan.text, &options);
   plan.temperature_given = given.has_temperature();
   STATETAP_RETURN_IF_ERROR(FillLengths(options, model));
   STATETAP_RETURN_IF_ERROR(FillSampling(options, plan.text));
@@ -189,7 +159,7 @@ absl::StatusOr<JobPlan> PlanOfStored(std::string_view serialized_options,
 }
 
 ContentConfig ContentOf(const JobPlan& plan, const ServedModel& model) {
-  ContentConfig content = model.Content(plan.text.kind);
+  ContentConfig content = model.Content(plan.text.render.kind);
   if (!plan.text.generate) content.stop_ids.clear();
   return content;
 }

@@ -6,18 +6,11 @@
 #include <string_view>
 #include <vector>
 
+#include "proto/messages/sample_text.h"
 #include "server/jobs/served_model.h"
 #include "statetap/v1/jobs.pb.h"
 
 namespace statetap {
-
-// How text becomes ids.
-struct TextPlan {
-  bool generate = true;
-  TemplateKind kind = TemplateKind::kNone;
-  bool thinking = true;
-  KeepReasoning keep_reasoning = KeepReasoning::kToolLoop;
-};
 
 struct JobPlan {
   v1::JobOptions options;  // every default filled in
@@ -27,8 +20,6 @@ struct JobPlan {
 };
 
 // INVALID_ARGUMENT names the field, the value and the remedy.
-absl::StatusOr<TextPlan> PlanText(const v1::JobOptions& options, bool generate,
-                                  const ServedModel& model);
 enum class Capture { kYes, kNo };  // kNo: an answer without states; taps are not looked at
 absl::StatusOr<JobPlan> PlanJob(const v1::JobOptions& options, bool generate,
                                 const ServedModel& model, Capture capture = Capture::kYes);

@@ -81,9 +81,9 @@ ShardConfig JobRunner::ShardConfigOf(const JobRecord& record, const JobPlan& pla
   config.inner_eps = model_.inner_eps;
   config.rope_json = model_.RopeJson();
   config.tokenizer_digest = model_.tokenizer->digest();
-  config.template_name = std::string(NameOf(plan.text.kind));
-  config.template_digest = TemplateDigest(plan.text.kind);
-  config.thinking = plan.text.thinking;
+  config.template_name = std::string(NameOf(plan.text.render.kind));
+  config.template_digest = TemplateDigest(plan.text.render.kind);
+  config.thinking = plan.text.render.thinking;
   config.options_json = OptionsJson(plan.options);
   config.producer = std::string(kProducer);
   return config;

@@ -55,8 +55,8 @@ std::optional<SampleTask> JobRunner::Next() {
   Running& running = running_[task.ticket];
   running.reserved = Reservation(*work->job, work->sample);
   const int64_t most_rows = MostRows(*work->job, work->sample);
-  running.assembler.emplace(std::move(work->sample), task.generate, work->job->plan.boundaries,
-                            model_.config.hidden, most_rows);
+  running.assembler.emplace(std::move(work->sample), AnswerMaskOf(work->job->plan, model_),
+                            work->job->plan.boundaries, model_.config.hidden, most_rows);
   running.job = std::move(work->job);
   buffered_ += running.reserved;
   ++running.job->running;

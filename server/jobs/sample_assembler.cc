@@ -24,10 +24,10 @@ std::string_view NameOf(FinishReason reason) {
 
 }  // namespace
 
-SampleAssembler::SampleAssembler(SampleRow sample, bool generate, std::span<const int> boundaries,
-                                 int hidden, int64_t max_rows)
+SampleAssembler::SampleAssembler(SampleRow sample, std::optional<AnswerMask> answer,
+                                 std::span<const int> boundaries, int hidden, int64_t max_rows)
     : sample_(std::move(sample)),
-      generate_(generate),
+      answer_(answer),
       boundaries_(boundaries.begin(), boundaries.end()),
       hidden_(hidden),
       states_(boundaries.size()),
@@ -79,6 +79,26 @@ void SampleAssembler::AddScores(int64_t first, std::span<const TokenScore> score
   any_score_ = any_score_ || !scores.empty();
 }
 
+// Where the answer's thought ends: behind </think>, or with the answer where it never came. The
+// prompt opened the thought, or the answer does.
+size_t SampleAssembler::ThoughtEnd() const {
+  const size_t begin = sample_.ids.size();
+  const bool opened = (begin > 0 && ids_[begin - 1] == answer_->think_id) ||
+                      (begin < ids_.size() && ids_[begin] == answer_->think_id);
+  if (!opened) return begin;
+  const auto end =
+      std::find(ids_.begin() + static_cast<ptrdiff_t>(begin), ids_.end(), answer_->think_end_id);
+  return static_cast<size_t>(end - ids_.begin()) + (end == ids_.end() ? 0 : 1);
+}
+
+std::vector<uint8_t> SampleAssembler::MaskOf(FinishReason reason) const {
+  if (!answer_) return sample_.mask;
+  std::vector<uint8_t> mask(answer_->thought ? sample_.ids.size() : ThoughtEnd(), 0);
+  mask.resize(ids_.size(), 1);
+  if (!answer_->stop && reason == FinishReason::kStop) mask.back() = 0;
+  return mask;
+}
+
 absl::StatusOr<FinishedSample> SampleAssembler::Finish(FinishReason reason) {
   for (size_t i = 0; i < states_.size(); ++i) {
     if (states_[i].size() == ids_.size() * static_cast<size_t>(hidden_)) continue;
@@ -97,8 +117,7 @@ absl::StatusOr<FinishedSample> SampleAssembler::Finish(FinishReason reason) {
   record.finish_reason = std::string(NameOf(reason));
   record.truncated = sample_.truncated;
   record.source_index = sample_.index;
-  record.loss_mask = generate_ ? std::vector<uint8_t>(sample_.ids.size(), 0) : sample_.mask;
-  record.loss_mask.resize(ids_.size(), 1);
+  record.loss_mask = MaskOf(reason);
   record.input_ids = std::move(ids_);
   if (any_score_) {
     record.logprobs = std::move(logprobs_);
@@ -106,6 +125,14 @@ absl::StatusOr<FinishedSample> SampleAssembler::Finish(FinishReason reason) {
   }
   out.states = std::move(states_);
   return out;
+}
+
+std::optional<AnswerMask> AnswerMaskOf(const JobPlan& plan, const ServedModel& model) {
+  if (!plan.text.generate) return std::nullopt;
+  const Supervision& supervision = plan.text.render.supervision;
+  return AnswerMask{supervision.thought, supervision.stop,
+                    model.tokenizer->SpecialId("<think>").value_or(-1),
+                    model.tokenizer->SpecialId("</think>").value_or(-1)};
 }
 
 StoredSample StoredFacts(const SampleRecord& record) {

@@ -9,6 +9,7 @@
 
 #include "extractor/engine/hidden_state_sink.h"
 #include "extractor/shard/sample_filter.h"
+#include "server/jobs/job_plan.h"
 #include "server/store/job_store.h"
 
 namespace statetap {
@@ -18,11 +19,18 @@ struct FinishedSample {
   std::vector<std::vector<uint16_t>> states;  // by boundary, bf16 [tokens, hidden]
 };
 
+// The loss mask of a generated answer: all of it but for what is left out here.
+struct AnswerMask {
+  bool thought = true, stop = true;  // supervised or not
+  int32_t think_id = -1, think_end_id = -1;
+};
+
 class SampleAssembler {
  public:
-  // Collects [rows, hidden] for each of `boundaries`, at most `max_rows` of them.
-  SampleAssembler(SampleRow sample, bool generate, std::span<const int> boundaries, int hidden,
-                  int64_t max_rows);
+  // Collects [rows, hidden] for each of `boundaries`, at most `max_rows` of them. With `answer` the
+  // sample's ids are a prompt, else the whole text under the sample's own mask.
+  SampleAssembler(SampleRow sample, std::optional<AnswerMask> answer,
+                  std::span<const int> boundaries, int hidden, int64_t max_rows);
 
   // A rejection (non_finite, with boundary and token) ends the sample.
   std::optional<Rejection> AddStates(int boundary, int64_t first_row,
@@ -35,8 +43,11 @@ class SampleAssembler {
   int64_t index() const { return sample_.index; }
 
  private:
+  std::vector<uint8_t> MaskOf(FinishReason reason) const;
+  size_t ThoughtEnd() const;
+
   SampleRow sample_;
-  const bool generate_;
+  const std::optional<AnswerMask> answer_;
   const std::vector<int> boundaries_;
   const int hidden_;
   std::vector<std::vector<uint16_t>> states_;
@@ -44,6 +55,9 @@ class SampleAssembler {
   std::vector<float> logprobs_, entropies_;  // [tokens] or empty
   bool any_score_ = false;
 };
+
+// Nothing for a job whose samples are whole texts.
+std::optional<AnswerMask> AnswerMaskOf(const JobPlan& plan, const ServedModel& model);
 
 // What the store notes of a stored sample, position and row left out.
 StoredSample StoredFacts(const SampleRecord& record);

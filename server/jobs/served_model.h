@@ -12,6 +12,7 @@
 #include "extractor/shard/shard_writer.h"
 #include "extractor/text/chat_template.h"
 #include "extractor/text/tokenizer.h"
+#include "proto/messages/sample_text.h"
 #include "server/store/job_store.h"
 
 namespace statetap {
@@ -35,6 +36,7 @@ struct ServedModel {
   // Boundaries 2, N/2, N−3; empty below 7 layers, where they must be given.
   std::vector<int> DefaultTaps() const;
   ContentConfig Content(TemplateKind kind) const;
+  TextModel text() const { return {tokenizer.get(), template_kind, config.vocab}; }
   bool IsStop(int32_t id) const;
   std::string RopeJson() const;  // the rope parameters as a JSON object
   std::string_view quantization() const { return quantized ? "int4-g32" : "none"; }

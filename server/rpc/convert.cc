@@ -84,6 +84,14 @@ v1::Job ToProto(const JobRecord& job, const JobRunner::Live& live, const ServedM
     proto.add_layer_outputs(boundary - 1);
   }
   proto.set_digest(DigestOf(shards));
+  v1::TextReport& text = *proto.mutable_text();
+  text.set_thoughts(job.text.thoughts);
+  text.set_dropped_earlier(job.text.dropped_earlier);
+  text.set_dropped_tool_turns(job.text.dropped_tool_turns);
+  text.set_dropped_last(job.text.dropped_last);
+  text.set_tool_calls(job.text.tool_calls);
+  text.set_odd_tool_ids(job.text.odd_tool_ids);
+  text.set_spelled_specials(job.text.spelled_specials);
   return proto;
 }
 

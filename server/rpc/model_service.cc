@@ -17,30 +17,6 @@ void AddMemory(v1::ModelDescription& description, std::string_view what, int64_t
   memory.set_bytes(bytes);
 }
 
-v1::Rendered RenderOne(const v1::RenderRequest& request, const v1::JobOptions& options,
-                       const ServedModel& model) {
-  v1::Rendered out;
-  const v1::SampleInput& sample = request.sample();
-  const bool generate = options.mode() == v1::JOB_MODE_UNSPECIFIED
-                            ? DefaultsToGenerate(sample)
-                            : options.mode() == v1::JOB_MODE_GENERATE;
-  out.set_id(sample.id().empty() ? ContentDigest(sample) : sample.id());
-  const absl::StatusOr<TextPlan> plan = PlanText(options, generate, model);
-  if (!plan.ok()) {
-    out.set_error(std::string(MessageOf(plan.status())));
-    return out;
-  }
-  const RenderedSample rendered = RenderSample(sample, *plan, model, WithText::kYes);
-  if (rendered.rejection) {
-    out.set_error(rendered.rejection->message);
-    return out;
-  }
-  out.set_text(rendered.text);
-  out.mutable_input_ids()->Assign(rendered.ids.begin(), rendered.ids.end());
-  out.set_loss_mask(rendered.mask.data(), rendered.mask.size());
-  return out;
-}
-
 }  // namespace
 
 grpc::Status ModelService::DescribeModel(grpc::ServerContext*, const v1::DescribeModelRequest*,
@@ -91,11 +67,14 @@ grpc::Status ModelService::Render(
     if (context_.draining) return ToGrpc(Draining());
     if (request.has_options()) {
       options = request.options();
-      const absl::StatusOr<TextPlan> plan = PlanText(options, /*generate=*/true, context_.model);
+      const absl::StatusOr<TextPlan> plan =
+          PlanText(options, MayGenerate(options), context_.model.template_kind);
       if (!plan.ok()) return ToGrpc(plan.status());
     }
     if (!request.has_sample()) continue;
-    if (!stream->Write(RenderOne(request, options, context_.model))) break;
+    for (const v1::Rendered& one : RenderSample(request.sample(), options, context_.model.text())) {
+      if (!stream->Write(one)) return grpc::Status::OK;
+    }
   }
   return grpc::Status::OK;
 }
@@ -126,7 +105,7 @@ grpc::Status ModelService::Estimate(grpc::ServerContext*,
 absl::StatusOr<SampleTask> ModelService::AnswerTask(const v1::GenerateRequest& request) const {
   STATETAP_ASSIGN_OR_RETURN(const JobPlan plan, PlanJob(request.options(), /*generate=*/true,
                                                         context_.model, Capture::kNo));
-  const SampleRow sample = AdmitSample(request.sample(), plan, context_.model);
+  const SampleRow sample = AdmitSample(request.sample(), plan, context_.model)[0];
   if (sample.rejection) {
     return absl::InvalidArgumentError(
         fmt::format("sample: {}: {}", sample.rejection->reason, sample.rejection->message));

@@ -9,7 +9,7 @@
 namespace statetap {
 namespace {
 
-constexpr int kSchemaVersion = 4;
+constexpr int kSchemaVersion = 5;
 
 // From version i + 1 to i + 2.
 constexpr std::string_view kMigrations[] = {
@@ -17,6 +17,13 @@ constexpr std::string_view kMigrations[] = {
     "CREATE TABLE doomed (id TEXT PRIMARY KEY) WITHOUT ROWID;",
     "ALTER TABLE jobs ADD COLUMN stop_ids TEXT NOT NULL DEFAULT '';",
     "ALTER TABLE shards ADD COLUMN evicted INTEGER NOT NULL DEFAULT 0;",
+    "ALTER TABLE jobs ADD COLUMN thoughts INTEGER NOT NULL DEFAULT 0;"
+    "ALTER TABLE jobs ADD COLUMN dropped_earlier INTEGER NOT NULL DEFAULT 0;"
+    "ALTER TABLE jobs ADD COLUMN dropped_tool_turns INTEGER NOT NULL DEFAULT 0;"
+    "ALTER TABLE jobs ADD COLUMN dropped_last INTEGER NOT NULL DEFAULT 0;"
+    "ALTER TABLE jobs ADD COLUMN tool_calls INTEGER NOT NULL DEFAULT 0;"
+    "ALTER TABLE jobs ADD COLUMN odd_tool_ids INTEGER NOT NULL DEFAULT 0;"
+    "ALTER TABLE jobs ADD COLUMN spelled_specials INTEGER NOT NULL DEFAULT 0;",
 };
 static_assert(std::size(kMigrations) == kSchemaVersion - 1);
 

@@ -19,6 +19,7 @@
 #include <vector>
 
 #include "extractor/shard/sample_filter.h"
+#include "extractor/text/text_counts.h"
 #include "server/store/sqlite.h"
 
 namespace statetap {
@@ -65,6 +66,7 @@ struct JobRecord {
   int64_t created_ms = 0, started_ms = 0, ended_ms = 0;
   ContentConfig content;
   JobCounts counts;
+  TextCounts text;  // of the samples that were not rejected as they came in
   int64_t tokens = 0, generated = 0, bytes = 0;
 };
 
@@ -86,6 +88,9 @@ struct SampleRow {
   int32_t max_new_tokens = 0;                // 0: the job's
   std::optional<double> temperature, top_p;  // none: the job's
   std::optional<Rejection> rejection;
+  // Of an upload alone.
+  int turn = 0;     // which answer of a chat it ends with, from 1; 0: the chat is one sample
+  TextCounts text;  // added to the job's
 };
 
 // Where a sample lies and what became of it.

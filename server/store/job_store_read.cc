@@ -11,7 +11,8 @@ namespace {
 constexpr std::string_view kJobColumns =
     "key, id, COALESCE(name, ''), message, state, options, digest, created, started, ended, "
     "weight_digest, tokenizer_digest, template_digest, dtype, inner_eps, submitted, stored, "
-    "rejected, cancelled, to_do, excluded, evicted, tokens, generated, bytes, stop_ids";
+    "rejected, cancelled, to_do, excluded, evicted, tokens, generated, bytes, stop_ids, thoughts, "
+    "dropped_earlier, dropped_tool_turns, dropped_last, tool_calls, odd_tool_ids, spelled_specials";
 
 JobRecord ReadJob(const SqlRow& row) {
   JobRecord job;
@@ -32,6 +33,8 @@ JobRecord ReadJob(const SqlRow& row) {
   job.tokens = row.Int(22);
   job.generated = row.Int(23);
   job.bytes = row.Int(24);
+  job.text = {row.Int(26), row.Int(27), row.Int(28), row.Int(29),
+              row.Int(30), row.Int(31), row.Int(32)};
   return job;
 }
 

@@ -1,4 +1,4 @@
--- The store's tables, version 4 (PRAGMA user_version; job_store.cc brings older files up to it). Times are Unix milliseconds.
+-- The store's tables, version 5 (PRAGMA user_version; job_store.cc brings older files up to it). Times are Unix milliseconds.
 
 CREATE TABLE jobs (
   key INTEGER PRIMARY KEY AUTOINCREMENT,
@@ -28,7 +28,15 @@ CREATE TABLE jobs (
   evicted INTEGER NOT NULL DEFAULT 0,
   tokens INTEGER NOT NULL DEFAULT 0,     -- rows stored
   generated INTEGER NOT NULL DEFAULT 0,  -- of them sampled
-  bytes INTEGER NOT NULL DEFAULT 0       -- of committed shard files
+  bytes INTEGER NOT NULL DEFAULT 0,      -- of committed shard files
+  -- TextCounts of the samples that were not rejected as they came in.
+  thoughts INTEGER NOT NULL DEFAULT 0,
+  dropped_earlier INTEGER NOT NULL DEFAULT 0,
+  dropped_tool_turns INTEGER NOT NULL DEFAULT 0,
+  dropped_last INTEGER NOT NULL DEFAULT 0,
+  tool_calls INTEGER NOT NULL DEFAULT 0,
+  odd_tool_ids INTEGER NOT NULL DEFAULT 0,
+  spelled_specials INTEGER NOT NULL DEFAULT 0
 );
 
 CREATE TABLE samples (
@@ -93,4 +101,4 @@ CREATE TABLE acks (
 -- Deleted jobs whose files are still to be removed.
 CREATE TABLE doomed (id TEXT PRIMARY KEY) WITHOUT ROWID;
 
-PRAGMA user_version = 4;
+PRAGMA user_version = 5;

@@ -422,7 +422,8 @@ TEST_F(CliTest, TokensPrintsALineEachAndRefusalsExitWithThree) {
             "{\"id\":\"b\",\"error\":\"refused by the template\"}\n");
   EXPECT_THAT(Run({"tokens", file}).out, HasSubstr("<5>⟦<6>⟧"));
   EXPECT_THAT(RunAt(server_.address(), {"tokens", file}, {.out = true}).out,
-              HasSubstr("<5>\x1b[32m<6>\x1b[0m"));
+              HasSubstr("<5>\x1b[32m<6>\x1b[39m"));
+  EXPECT_THAT(Run({"tokens", file, "--ids"}).out, HasSubstr("<5>‹5›⟦<6>‹6›⟧"));
 }
 
 TEST_F(CliTest, TokensOfALocalModelNeedNoServer) {

@@ -137,8 +137,9 @@ TEST(InputFilesTest, ValidateCountsAndPlacesFaults) {
   EXPECT_EQ(summary.faults[1].place.line, 6);
   EXPECT_EQ(summary.token_ids, 3);
   EXPECT_EQ(summary.samples_by_source.at("b.jsonl"), 30);
-  EXPECT_EQ(summary.first_generate->line, 1);
-  EXPECT_EQ(summary.first_prefill->file, a);
+  EXPECT_EQ(summary.kinds.at(LineKind::kPrompt).samples, 30);
+  EXPECT_EQ(summary.kinds.at(LineKind::kPrompt).first.line, 1);
+  EXPECT_EQ(summary.kinds.at(LineKind::kTokens).first.file, a);
   EXPECT_EQ(files->DefaultName(), "a.jsonl+b.jsonl");
 }
 

@@ -26,17 +26,34 @@ TEST(SampleLineTest, ChatKeepsOrderAndNumberForms) {
   EXPECT_EQ(line.sample.chat().messages_json(),
             R"([{"role":"user","content":"hi"},{"role":"tool","z":1.0,"a":1}])");
   EXPECT_EQ(line.sample.chat().tools_json(), R"([{"b":1e+22,"a":10}])");
-  EXPECT_EQ(line.mode, v1::JOB_MODE_GENERATE);
+  EXPECT_EQ(line.kind, LineKind::kOpenChat);
 }
 
-TEST(SampleLineTest, ModeFollowsTheLastTurn) {
-  EXPECT_EQ(Parse(R"({"messages":[{"role":"user"}]})").mode, v1::JOB_MODE_GENERATE);
-  EXPECT_EQ(Parse(R"({"messages":[{"role":"tool"}]})").mode, v1::JOB_MODE_GENERATE);
-  EXPECT_EQ(Parse(R"({"messages":[{"role":"assistant"}]})").mode, v1::JOB_MODE_PREFILL);
-  EXPECT_EQ(Parse(R"({"messages":[{"role":"system"}]})").mode, v1::JOB_MODE_UNSPECIFIED);
-  EXPECT_EQ(Parse(R"({"messages":[]})").mode, v1::JOB_MODE_UNSPECIFIED);
-  EXPECT_EQ(Parse(R"({"prompt":"x"})").mode, v1::JOB_MODE_GENERATE);
-  EXPECT_EQ(Parse(R"({"input_ids":[1]})").mode, v1::JOB_MODE_PREFILL);
+TEST(SampleLineTest, KindFollowsTheLastTurn) {
+  EXPECT_EQ(Parse(R"({"messages":[{"role":"user"}]})").kind, LineKind::kOpenChat);
+  EXPECT_EQ(Parse(R"({"messages":[{"role":"tool"}]})").kind, LineKind::kOpenChat);
+  EXPECT_EQ(Parse(R"({"messages":[{"role":"assistant"}]})").kind, LineKind::kFinishedChat);
+  EXPECT_EQ(Parse(R"({"messages":[{"role":"system"}]})").kind, LineKind::kOtherChat);
+  EXPECT_EQ(Parse(R"({"messages":[]})").kind, LineKind::kOtherChat);
+  EXPECT_EQ(Parse(R"({"prompt":"x"})").kind, LineKind::kPrompt);
+  EXPECT_EQ(Parse(R"({"input_ids":[1]})").kind, LineKind::kTokens);
+  const auto line =
+      Parse(R"({"messages":[{"role":"assistant"},{"role":"user"},{"role":"assistant"}]})");
+  EXPECT_EQ(line.answers, 2);
+}
+
+TEST(SampleLineTest, ModeFollowsKindAndTurns) {
+  using K = LineKind;
+  const v1::JobMode generate = v1::JOB_MODE_GENERATE, prefill = v1::JOB_MODE_PREFILL;
+  EXPECT_EQ(ModeOf(K::kOpenChat, ""), generate);
+  EXPECT_EQ(ModeOf(K::kOpenChat, "each"), prefill);
+  EXPECT_EQ(ModeOf(K::kFinishedChat, "last"), prefill);
+  EXPECT_EQ(ModeOf(K::kFinishedChat, "regenerate"), generate);
+  EXPECT_EQ(ModeOf(K::kOtherChat, ""), v1::JOB_MODE_UNSPECIFIED);
+  for (const char* turns : {"last", "each", "regenerate"}) {
+    EXPECT_EQ(ModeOf(K::kPrompt, turns), generate);
+    EXPECT_EQ(ModeOf(K::kTokens, turns), prefill);
+  }
 }
 
 TEST(SampleLineTest, WhatNothingReadsIsNamed) {
@@ -117,7 +134,7 @@ TEST(SampleLineTest, ShareGptBecomesMessages) {
             R"({"role":"tool","content":"4","tool_call_id":"functions.f:0"},)"
             R"({"role":"assistant","content":"a"}])");
   EXPECT_EQ(line.sample.chat().tools_json(), R"([{"name":"f"}])");
-  EXPECT_EQ(line.mode, v1::JOB_MODE_PREFILL);
+  EXPECT_EQ(line.kind, LineKind::kFinishedChat);
   EXPECT_EQ(
       Parse(R"({"conversations":[{"role":"user","content":"q"}]})").sample.chat().messages_json(),
       R"([{"role":"user","content":"q"}])");

@@ -3,11 +3,11 @@
 #include <sstream>
 
 #include "client/cli/format.h"
+#include "client/cli/marked_text.h"
 #include "client/cli/plot.h"
 #include "client/cli/progress.h"
 #include "client/cli/table.h"
 #include "client/cli/text_width.h"
-#include "client/cli/token_text.h"
 #include "extractor/base/suggest.h"
 #include "tests/support/status_matchers.h"
 
@@ -208,6 +208,54 @@ TEST(PlotTest, NoRowsIsNoCrash) {
   statistics.add_boundaries()->set_boundary(2);
   EXPECT_NE(PlotRms(statistics, 80).find("2"), std::string::npos);
   EXPECT_NE(PlotHistograms(statistics, 80).find("2"), std::string::npos);
+}
+
+TEST(TextWidthTest, WhatHasNoInkIsVisible) {
+  EXPECT_EQ(VisibleSpace("a b\t"), "a·b→");
+  EXPECT_EQ(VisibleSpace("a\u00a0\u200b\u3000\u202e"), "a\\u00a0\\u200b\\u3000\\u202e");
+  EXPECT_EQ(VisibleSpace("日\n\x1b"), "日\\n\\x1b");
+}
+
+// Id i is the i-th of these texts.
+class FixedText : public TokenText {
+ public:
+  explicit FixedText(std::vector<std::string> texts) : texts_(std::move(texts)) {}
+  absl::StatusOr<std::vector<std::string>> TextOf(
+      const std::vector<std::vector<int32_t>>& runs) override {
+    std::vector<std::string> joined;
+    for (const auto& run : runs) {
+      joined.emplace_back();
+      for (const int32_t id : run) joined.back() += texts_[static_cast<size_t>(id)];
+    }
+    return joined;
+  }
+
+ private:
+  std::vector<std::string> texts_;
+};
+
+TEST(MarkedTextTest, MarksIdsAndSpace) {
+  FixedText text({"ab", " c\n", "日本", "\x1b"});
+  const std::vector<int32_t> ids = {0, 1, 2, 3};
+  const std::string mask("\0\1\1\0", 4);
+  const auto marked = [&](const MarkedTextStyle& style) {
+    return MarkedText(text, ids, mask, style).value();
+  };
+  EXPECT_EQ(marked({}), "ab⟦ c\n日本⟧\\x1b");
+  EXPECT_EQ(marked({.ids = true}), "ab‹0›⟦ c\n‹1›日本‹2›⟧\\x1b‹3›");
+  EXPECT_EQ(marked({.whitespace = true}), "ab⟦·c↵\n日本⟧\\x1b");
+  EXPECT_EQ(marked({.colour = true}), "ab\x1b[32m c\n日本\x1b[39m\x1b[2m\\x1b\x1b[22m");
+  EXPECT_EQ(marked({.colour = true, .whitespace = true}).find('\x07'), std::string::npos);
+}
+
+TEST(MarkedTextTest, LinesKeepToTheTerminal) {
+  FixedText text({"words and 日本語 of\nmany ", "columns"});
+  for (int width = 8; width < 40; ++width) {
+    const std::string marked = MarkedText(text, {0, 1, 0}, std::string("\0\1\0", 3),
+                                          {.ids = true, .whitespace = true, .width = width})
+                                   .value();
+    for (const std::string& line : LinesOf(marked)) EXPECT_LE(DisplayWidth(line), width) << line;
+  }
 }
 
 TEST(MaskRunsTest, CoverEveryToken) {

@@ -471,6 +471,108 @@ class LifeTest(unittest.TestCase):
         self.server.cli("show", "gone", expect=1)
 
 
+class TextTest(unittest.TestCase):
+    """What becomes of finished chats, thoughts and spelled special tokens, by the command line."""
+
+    @classmethod
+    def setUpClass(cls):
+        cls.server = Server(work / "text")
+        call = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+        cls.chats = [{"id": f"c{i}", "messages": [
+            {"role": "user", "content": "What is 2 + 2?"},
+            {"role": "assistant", "reasoning_content": "Add.", "content": "", "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": "call_1", "content": "4"},
+            {"role": "assistant", "reasoning_content": "Easy.", "content": "It is 4."},
+            {"role": "user", "content": "And 3 + 3?"},
+            {"role": "assistant", "reasoning_content": "Again.", "content": "It is 6.<|im_end|>"}]} for i in range(3)]
+        cls.file = write_lines("finished.jsonl", cls.chats)
+
+    @classmethod
+    def tearDownClass(cls):
+        assert cls.server.stop() == 0
+
+    def text(self, name):
+        """{sample: (supervised text, all text)} of a job, decoded by the server."""
+        texts = {}
+        for id, sample in read_shards(self.server.json("show", name)["shards_path"]).items():
+            lines = [{"input_ids": [int(t) for t, m in zip(sample["ids"], sample["mask"]) if m]}, {"input_ids": sample["ids"].tolist()}]
+            rendered = self.server.cli("tokens", write_lines("decode.jsonl", lines), "--json").stdout.splitlines()
+            texts[id] = tuple(json.loads(line)["text"] for line in rendered)
+        return texts
+
+    def test_finished_chats_are_counted_before_anything_starts(self):
+        path = write_lines("mixed.jsonl", [*self.chats, chat("open", id="o"), {"id": "p", "prompt": "raw"}])
+        plan = self.server.cli("submit", path, "--mode", "generate", "--dry-run")
+        self.assertIn("1 chat to answer, 3 chats that end with an answer, 1 prompt", plan.stderr)
+        self.assertIn("3 of them will be rejected", plan.stderr)
+        counts = self.server.json("submit", path, "--mode", "generate", "--dry-run")
+        self.assertEqual((counts["open_chats"], counts["finished_chats"], counts["prompts"], counts["answers"]), (1, 3, 1, 9))
+        self.server.cli("submit", path, "--mode", "generate", "--name", "as it is", "--max-new-tokens", 2, "--wait", expect=3)
+        rejected = self.server.json("rejected", "as it is")["rejected"]
+        self.assertEqual({r["id"] for r in rejected}, {"c0", "c1", "c2"})
+        self.assertIn("turns regenerate", rejected[0]["message"])
+
+    def test_each_answer_is_a_sample(self):
+        self.server.cli("submit", self.file, "--turns", "each", "--name", "each", "--wait")
+        texts = self.text("each")
+        self.assertEqual(set(texts), {f"c{i}/{n}" for i in range(3) for n in (1, 2, 3)})
+        self.assertEqual(texts["c0/2"][0], "Easy.</think>It is 4.<|im_end|>")
+        self.assertTrue(texts["c0/2"][1].endswith("<think>Easy.</think>It is 4.<|im_end|>"))
+        self.assertIn("<think>Add.</think>", texts["c0/2"][1], "the tool loop's thought is in its context")
+        self.assertNotIn("Add.", texts["c0/3"][1], "a later answer's context has it no more")
+        report = self.server.json("show", "each")["text"]
+        self.assertEqual((report["thoughts"], report["dropped_earlier"], report["dropped_tool_turns"], report["dropped_last"]), (18, 3, 3, 0))
+        self.assertEqual((report["tool_calls"], report["odd_tool_ids"], report["spelled_specials"]), (9, 9, 3))
+        shown = self.server.cli("show", "each").stdout
+        self.assertIn("6 of 18 left out: 3 of earlier answers, 3 of earlier turns that call tools", shown)
+        self.assertIn("9 of 9 calls", shown)
+
+    def test_the_last_answer_is_written_anew(self):
+        self.server.cli("submit", self.file, "--turns", "regenerate", "--name", "anew", "--temperature", 0, "--max-new-tokens", 4, "--wait")
+        for supervised, text in self.text("anew").values():
+            self.assertNotIn("It is 6.", text)
+            self.assertIn("And 3 + 3?<|im_end|><|im_assistant|>assistant<|im_middle|><think>" + supervised, text)
+
+    def test_masks_and_specials_by_choice(self):
+        self.server.cli("submit", self.file, "--supervise-thought", "off", "--supervise-stop", "off", "--name", "bare", "--wait")
+        self.assertEqual(self.text("bare")["c0"][0], "It is 6.<|im_end|>", "spelled by the assistant: text")
+        self.server.cli("submit", self.file, "--supervise", "all", "--keep-reasoning", "all", "--name", "all", "--wait")
+        self.assertEqual(self.text("all")["c0"][0].count("</think>"), 3)
+        self.server.cli("submit", self.file, "--assistant-specials", "refused", "--name", "refused", "--wait", expect=1)
+        self.assertIn("<|im_end|>", self.server.json("rejected", "refused")["rejected"][0]["message"])
+        self.server.cli("submit", self.file, "--assistant-specials", "parsed", "--name", "parsed", "--wait")
+        ids = read_shards(self.server.json("show", "parsed")["shards_path"])["c0"]["ids"].tolist()
+        self.assertEqual(ids[-2:], [IM_END, IM_END])
+        other = self.server.cli("submit", self.file, "--name", "parsed", "--mode", "prefill", expect=None)
+        self.assertIn("assistant_specials", other.stderr)
+
+    def test_generated_masks_by_choice(self):
+        path = write_lines("short.jsonl", [chat("What is the capital of France?", id="f")])
+        flags = ["--temperature", 0, "--max-new-tokens", 100, "--wait"]
+        self.server.cli("submit", path, "--name", "whole", *flags)
+        self.server.cli("submit", path, "--name", "part", "--supervise-thought", "off", "--supervise-stop", "off", *flags)
+        whole, part = (read_shards(self.server.json("show", name)["shards_path"])["f"] for name in ("whole", "part"))
+        np.testing.assert_array_equal(whole["ids"], part["ids"])
+        ids, prompt = whole["ids"].tolist(), whole["prompt"]
+        self.assertEqual(ids[-1], IM_END)
+        thought_end = ids.index(2071, prompt) + 1  # </think>
+        self.assertEqual(whole["mask"].tolist(), [0] * prompt + [1] * (len(ids) - prompt))
+        self.assertEqual(part["mask"].tolist(), [0] * thought_end + [1] * (len(ids) - thought_end - 1) + [0])
+
+    def test_raw_prompts_are_parsed_by_choice_alone(self):
+        path = write_lines("raw.jsonl", [{"id": "r", "prompt": "<|im_user|>user<|im_middle|>hi<|im_end|>"}])
+        ids = {flag: json.loads(self.server.cli("tokens", path, "--json", *flag).stdout)["input_ids"] for flag in ((), ("--parse-special",))}
+        self.assertFalse([i for i in ids[()] if i >= 2048])
+        self.assertEqual([i for i in ids[("--parse-special",)] if i >= 2048], [2051, 2065, IM_END])
+        self.assertIn("--parse-special", self.server.cli("submit", self.file, "--parse-special", expect=2).stderr)
+
+    def test_a_laptop_shows_what_the_server_sees(self):
+        for options in ([], ["--turns", "each"], ["--mode", "generate"], ["--supervise", "all", "--mode", "prefill"], ["--template", "kimi-k2-instruct"]):
+            here, there = (self.server.cli("tokens", self.file, "--json", *options, *where).stdout for where in (["--model", MODEL], []))
+            self.assertEqual(here, there)
+            self.assertTrue(here)
+
+
 class FaultsTest(unittest.TestCase):
     def test_killed_in_mid_job_completes_and_equals_a_clean_run(self):
         prompts = work / "many.jsonl"

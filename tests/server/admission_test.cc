@@ -23,7 +23,7 @@ class AdmissionTest : public ::testing::Test {
   SampleRow Admit(const v1::SampleInput& sample, const v1::JobOptions& options, bool generate) {
     auto plan = Plan(options, generate);
     EXPECT_OK(plan);
-    return AdmitSample(sample, *plan, model_);
+    return AdmitSample(sample, *plan, model_).at(0);
   }
   const ServedModel model_ = FakeModel();
 };
@@ -75,7 +75,8 @@ TEST_F(AdmissionTest, RefusesOptionsNamingFieldValueAndRemedy) {
   refused([](auto& o) { o.set_shard_bytes(1000); }, "shard_bytes", "1000");
   refused([](auto& o) { o.set_template_("llama"); }, "template", "");
   refused([](auto& o) { o.set_keep_reasoning("most"); }, "keep_reasoning", "");
-  refused([](auto& o) { o.set_turns("each"); }, "turns", "\"each\"");
+  refused([](auto& o) { o.set_turns("each"); }, "turns", "each");
+  refused([](auto& o) { o.set_supervise("all"); }, "supervise", "all");
   refused([](auto& o) { o.set_eval_fraction(1); }, "eval_fraction", "1");
   refused([](auto& o) { o.set_mode(static_cast<v1::JobMode>(7)); }, "mode", "7");
   refused([](auto& o) { o.set_too_long(static_cast<v1::TooLong>(-3)); }, "too_long", "-3");
@@ -185,7 +186,6 @@ TEST_F(AdmissionTest, PrefillOfAChatSupervisesItsLastAnswer) {
   sample.mutable_chat()->set_messages_json(
       R"([{"role":"user","content":"a"},{"role":"assistant","content":"first"},)"
       R"({"role":"user","content":"b"},{"role":"assistant","content":"second"}])");
-  EXPECT_FALSE(DefaultsToGenerate(sample));
   const SampleRow row = Admit(sample, {}, false);
   ASSERT_FALSE(row.rejection);
   std::vector<int32_t> supervised;
@@ -197,6 +197,58 @@ TEST_F(AdmissionTest, PrefillOfAChatSupervisesItsLastAnswer) {
   EXPECT_THAT(text, HasSubstr("<|im_end|>"));
   EXPECT_THAT(text, ::testing::Not(HasSubstr("first")));
   EXPECT_EQ(row.mask[static_cast<size_t>(row.prompt_tokens)], 1);
+}
+
+TEST_F(AdmissionTest, EachAnswerHasAnIdOfItsChatAndItsSplit) {
+  JobHarness harness;
+  v1::JobOptions options;
+  options.set_mode(v1::JOB_MODE_PREFILL);
+  options.set_turns("each");
+  options.set_eval_fraction(0.5);
+  v1::SampleInput sample = ChatSample("", "hi");
+  sample.mutable_chat()->set_messages_json(
+      R"([{"role":"user","content":"a"},{"role":"assistant","content":"b","reasoning_content":"r"},)"
+      R"({"role":"user","content":"c"},{"role":"assistant","content":"d","tool_calls":)"
+      R"([{"id":"call_1","function":{"name":"f","arguments":"{}"}}]}])");
+  std::vector<v1::SampleInput> samples;
+  for (int i = 0; i < 16; ++i) {
+    sample.set_id(i == 0 ? "" : fmt::format("chat{}", i));
+    samples.push_back(sample);
+  }
+  samples.push_back(sample);  // again: counts once, in the report too
+  samples.push_back(ChatSample("open", "hi"));
+  ASSERT_OK_AND_ASSIGN(const JobRecord job, harness.Submit(options, samples));
+  EXPECT_EQ(job.counts.submitted, 33);
+  EXPECT_EQ(job.counts.rejected, 1);
+  ASSERT_OK_AND_ASSIGN(const auto rows, harness.store->ToDo(job.key, -1, 100));
+  ASSERT_EQ(rows.size(), 32u);
+  EXPECT_EQ(rows[0].id, rows[0].digest + "/1");
+  EXPECT_EQ(rows[3].id, "chat1/2");
+  int eval = 0;
+  for (size_t i = 0; i < rows.size(); i += 2) {
+    EXPECT_EQ(rows[i].split, rows[i + 1].split) << "they share their text";
+    eval += rows[i].split == "eval";
+  }
+  EXPECT_GT(eval, 1);
+  EXPECT_LT(eval, 15);
+  EXPECT_EQ(job.text.thoughts, 32);
+  EXPECT_EQ(job.text.dropped_earlier, 16);
+  EXPECT_EQ(job.text.dropped_last, 0);
+  EXPECT_EQ(job.text.tool_calls, 16);
+  EXPECT_EQ(job.text.odd_tool_ids, 16);
+  ASSERT_OK_AND_ASSIGN(const JobRecord read, harness.store->GetJob(job.key));
+  EXPECT_EQ(read.text.odd_tool_ids, 16);
+}
+
+TEST_F(AdmissionTest, AGivenSplitIsKept) {
+  JobHarness harness;
+  v1::SampleInput sample = ChatSample("a", "hi");
+  sample.set_split("eval");
+  ASSERT_OK_AND_ASSIGN(const JobRecord job, harness.Submit({}, {sample}));
+  ASSERT_OK_AND_ASSIGN(const auto rows, harness.store->ToDo(job.key, -1, 10));
+  EXPECT_EQ(rows.at(0).split, "eval");
+  sample.set_split("test");
+  EXPECT_THAT(Admit(sample, {}, true).rejection->message, HasSubstr("split is \"test\""));
 }
 
 TEST_F(AdmissionTest, MissingIdsAreDigestsAndRepeatsAreNumbered) {

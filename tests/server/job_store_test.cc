@@ -320,6 +320,10 @@ TEST_F(JobStoreTest, FilesOfEarlierVersionsAreBroughtUpToDate) {
       "ALTER TABLE samples DROP COLUMN excluded; DROP TABLE doomed;",  // 2
       "ALTER TABLE jobs DROP COLUMN stop_ids;",                        // 3
       "ALTER TABLE shards DROP COLUMN evicted;",                       // 4
+      "ALTER TABLE jobs DROP COLUMN thoughts; ALTER TABLE jobs DROP COLUMN dropped_earlier;"
+      "ALTER TABLE jobs DROP COLUMN dropped_tool_turns; ALTER TABLE jobs DROP COLUMN dropped_last;"
+      "ALTER TABLE jobs DROP COLUMN tool_calls; ALTER TABLE jobs DROP COLUMN odd_tool_ids;"
+      "ALTER TABLE jobs DROP COLUMN spelled_specials;",  // 5
   };
   for (size_t version = 1; version <= undo.size(); ++version) {
     const std::string name = fmt::format("of version {}", version);

@@ -20,7 +20,8 @@ std::string Render(const Json& messages, const RenderOptions& options) {
 
 // The supervised segments, joined.
 std::string Supervised(const Json& messages, RenderOptions options) {
-  options.supervise_last = true;
+  if (options.supervision.answers == Supervision::Answers::kNone)
+    options.supervision.answers = Supervision::Answers::kLast;
   options.generation_prompt = false;
   std::string text;
   const std::vector<Segment> segments = RenderChat(messages, nullptr, options).value();
@@ -30,6 +31,7 @@ std::string Supervised(const Json& messages, RenderOptions options) {
   return text;
 }
 
+const Supervision kLastAnswer = {.answers = Supervision::Answers::kLast};
 const Json kFinished = Chat(R"([
     {"role": "user", "content": "q0"}, {"role": "assistant", "content": "a0", "reasoning_content": "r0"},
     {"role": "user", "content": "q1"},
@@ -81,6 +83,13 @@ TEST(KeepReasoningTest, ThoughtsInsideContentCountWhereAThoughtIsKept) {
   EXPECT_EQ(last("\n <think>t</think>\n\na"), "t</think>\n\na<|im_end|>");
   EXPECT_EQ(last("t</think>a"), "t</think>a<|im_end|>");
   EXPECT_EQ(last("a"), "</think>a<|im_end|>");
+  // A tool section inside a thought belongs to it; the thought has to end.
+  const std::string section = "<|tool_calls_section_begin|>x<|tool_calls_section_end|>";
+  EXPECT_EQ(last("<think>t" + section + "u</think>a"), "t" + section + "u</think>a<|im_end|>");
+  const Json inside = Chat(R"([{"role": "user", "content": "q"},
+      {"role": "assistant", "content": "<think>t<|tool_calls_section_begin|>x"}])");
+  EXPECT_THAT(RenderChat(inside, nullptr, {.keep_reasoning = KeepReasoning::kLast}),
+              StatusIs(absl::StatusCode::kInvalidArgument, "calls a tool inside the thought"));
   const Json cut =
       Chat(R"([{"role": "user", "content": "q"}, {"role": "assistant", "content": "<think>t"}])");
   EXPECT_THAT(RenderChat(cut, nullptr, {.keep_reasoning = KeepReasoning::kLast}),
@@ -96,7 +105,8 @@ TEST(LossMaskTest, SupervisesWhatFollowsTheGenerationPrompt) {
   using K = TemplateKind;
   using R = KeepReasoning;
   EXPECT_EQ(Supervised(chat, {.keep_reasoning = R::kLast}), "r</think>a<|im_end|>");
-  EXPECT_EQ(Supervised(chat, {.keep_reasoning = R::kToolLoop}), "</think>a<|im_end|>");
+  // The thought was dropped: the model never wrote this empty block.
+  EXPECT_EQ(Supervised(chat, {.keep_reasoning = R::kToolLoop}), "a<|im_end|>");
   EXPECT_EQ(Supervised(chat, {.thinking = false}), "a<|im_end|>");
   EXPECT_EQ(Supervised(chat, {.thinking = false, .keep_reasoning = R::kAll}),
             "r</think>a<|im_end|>");
@@ -150,7 +160,7 @@ TEST(TinyKimiTest, TheMaskOfAFinishedChatStartsBehindItsPrompt) {
     ASSERT_OK_AND_ASSIGN(const auto segments, RenderChat(line["messages"], nullptr,
                                                          {.keep_reasoning = KeepReasoning::kLast,
                                                           .generation_prompt = false,
-                                                          .supervise_last = true}));
+                                                          .supervision = kLastAnswer}));
     ASSERT_OK_AND_ASSIGN(const EncodedText all, EncodeSegments(tokenizer, segments));
     std::vector<uint8_t> mask(before.ids.size(), 0);
     mask.resize(all.ids.size(), 1);
