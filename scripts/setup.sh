@@ -33,10 +33,10 @@ fi
 
 if [ "$tests" ]; then
   python=$root/.venv/bin/python3
-  if ! "$python" -c 'import h5py, grpc, grpc_tools, grpc_health, numpy, pyarrow, setuptools' 2>/dev/null; then
-    say "making .venv (numpy, h5py, grpcio, pyarrow)"
+  if ! "$python" -c 'import h5py, grpc, grpc_tools, grpc_health, numpy, pyarrow, setuptools, tiktoken' 2>/dev/null; then
+    say "making .venv (numpy, h5py, grpcio, pyarrow, tiktoken)"
     python3 -m venv "$root/.venv"
-    "$python" -m pip install -q --disable-pip-version-check numpy h5py grpcio grpcio-tools grpcio-health-checking protobuf pyarrow 'setuptools>=70.1'
+    "$python" -m pip install -q --disable-pip-version-check numpy h5py grpcio grpcio-tools grpcio-health-checking protobuf pyarrow 'setuptools>=70.1' tiktoken
   fi
 fi
 if [ "${1:-}" = --trainers ] && ! "$root/.venv-trainers/bin/python3" -c 'import speculators, h5py, grpc, grpc_tools' 2>/dev/null; then
