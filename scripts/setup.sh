@@ -2,7 +2,7 @@
 # Installs what is missing to build, demo and test Statetap on Debian 12 or Ubuntu 24.04. Safe to run again; does nothing when all is there.
 #   scripts/setup.sh            packages of the distribution (with sudo where needed)
 #   scripts/setup.sh --tests    and, for the tests, a Python environment in .venv
-#   scripts/setup.sh --trainers and one in .venv-trainers with torch, speculators and nvidia-modelopt (3 GB, minutes): without it the tests
+#   scripts/setup.sh --trainers and one in .venv-trainers with torch and the trainers' packages (3 GB, minutes): without it the tests
 #                               that need them are skipped
 source "$(dirname "$0")/common.sh"
 
@@ -40,8 +40,11 @@ if [ "$tests" ]; then
   fi
 fi
 if [ "${1:-}" = --trainers ] && ! "$root/.venv-trainers/bin/python3" -c 'import speculators, h5py, grpc, grpc_tools' 2>/dev/null; then
-  say "making .venv-trainers (torch, speculators)"
+  say "making .venv-trainers (torch, speculators, specforge, nvidia-modelopt)"
   python3 -m venv "$root/.venv-trainers"
   "$root/.venv-trainers/bin/python3" -m pip install -q --disable-pip-version-check 'speculators==0.9.0' pytest h5py grpcio-tools 'setuptools>=77'
+  # Their readers alone: both pin a torch or transformers of their own, and need little of what they ask for.
+  "$root/.venv-trainers/bin/python3" -m pip install -q --disable-pip-version-check --no-deps specforge==0.2.0 nvidia-modelopt==0.47.0
+  "$root/.venv-trainers/bin/python3" -m pip install -q --disable-pip-version-check scipy requests omegaconf nvidia-ml-py
   "$root/.venv-trainers/bin/python3" -m pip install -q --disable-pip-version-check "$root/client/python[all]"
 fi

@@ -190,6 +190,27 @@ class TorchFilesTest(unittest.TestCase):
             self.assertEqual((getattr(config, "text_config", config).hidden_size, config.model_type), (HIDDEN, "deepseek_v3" if flat else "kimi_k25"))
 
 
+class SpecForgeTest(unittest.TestCase):
+    def test_its_reader_store_and_loader_give_the_files_values(self):
+        try:
+            from specforge.algorithms.eagle3.data import build_offline_collator, build_offline_normalizer, build_offline_reader
+            from specforge.runtime.data_plane.feature_dataloader import FeatureDataLoader
+            from specforge.runtime.data_plane.feature_store import LocalFeatureStore
+        except ImportError as error:
+            self.skipTest(f"specforge is not there: {error}")
+        out = export("specforge", "all", served.folder / "specforge-reader")
+        refs = build_offline_reader(str(out), run_id="test", ttt_length=3, max_len=4096).read()
+        loader = FeatureDataLoader(LocalFeatureStore(), refs=refs, batch_size=1, collate_fn=build_offline_collator(), per_sample_transform=build_offline_normalizer(4096))
+        rows, model = [json.loads(line) for line in (out / "statetap-rows.jsonl").read_text().splitlines()], Checkpoint(MODEL)
+        for row, batch in zip(rows, loader, strict=True):
+            truth, tensors = stored[row["id"]], batch.tensors
+            self.assertEqual(tensors["input_ids"][0].tolist(), truth["ids"].tolist())
+            self.assertEqual(tensors["loss_mask"][0].tolist(), [*truth["mask"][:-1].tolist(), 0])
+            np.testing.assert_array_equal(tensors["hidden_state"][0].float().numpy()[:, :HIDDEN], truth[TAPS[0]])
+            bits = torch.from_numpy(truth[LAYERS]).bfloat16().view(torch.int16).numpy().view(np.uint16)
+            np.testing.assert_array_equal(tensors["target"][0].float().numpy(), statetap.float32(model.final_norm(bits)))
+
+
 class ModelOptimizerTest(unittest.TestCase):
     def test_its_data_set_reads_the_files(self):
         try:
@@ -200,7 +221,7 @@ class ModelOptimizerTest(unittest.TestCase):
         files = [str(p) for p in sorted(out.glob("*.pt"))]
         data = OfflineSupervisedDataset(files, answer_only_loss=True, tokenizer=None)
         rows = [json.loads(line) for line in (out / "statetap-rows.jsonl").read_text().splitlines()]
-        batch = EagleOfflineDataCollator(train_len=128)([data[0], data[1]])
+        batch = EagleOfflineDataCollator(train_len=256)([data[0], data[1]])
         outputs = batch["base_model_outputs"]
         self.assertTrue(outputs["base_hidden_prenorm"])
         for b in range(2):

@@ -70,8 +70,8 @@ class ShardDataset:
     def _select(self, holds: filters.Predicate, fields: set[str]) -> tuple[np.ndarray, np.ndarray]:
         chosen = []
         for number, shard in enumerate(self.shards):
-            keep = range(len(shard)) if not fields else [i for i, facts in enumerate(_facts(shard, fields)) if holds(facts)]
-            chosen.append(np.array([(number, i) for i in keep], np.int64).reshape(-1, 2))
+            keep = np.arange(len(shard)) if not fields else np.array([i for i, facts in enumerate(_facts(shard, fields)) if holds(facts)], np.int64)
+            chosen.append(np.stack([np.full(len(keep), number), keep], 1))
         table = np.concatenate(chosen)
         if len(table) == 0:
             raise ValueError(f"where {self.where!r} holds for none of {sum(map(len, self.shards))} samples")

@@ -2,10 +2,12 @@
 through h5py, whose handle is closed again at once."""
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
 import struct
 from pathlib import Path
-from typing import Any
+from typing import Any, Iterator
 
 import numpy as np
 
@@ -124,35 +126,44 @@ class Shard:
         self.path = str(path)
         self._tables = _chunk_tables(self.path)
         with self._hdf5() as file:
-            self._attributes = {name: _attribute(file.attrs[name]) for name in ("version", "job", "hidden", "layers", "boundaries", "dtype")}
-            if self._attributes["version"] != 1:
-                raise ValueError(f"{self.path} is version {self._attributes['version']} of the format; this package reads version 1")
-            self.row_offset: np.ndarray = file["samples/row_offset"][:]
-        self.job: str = self._attributes["job"]
-        self.hidden: int = self._attributes["hidden"]
-        self.layers: int = self._attributes["layers"]
-        self.boundaries: tuple[int, ...] = tuple(int(b) for b in self._attributes["boundaries"])
-        self.dtype: str = self._attributes["dtype"]
+            # h5py's own layer below its comfortable one, which takes milliseconds a file: a job of a big model has a thousand.
+            read = functools.partial(_low_level, file)
+            version = int(read(h5py.h5a.open, b"version"))
+            if version != 1:
+                raise ValueError(f"{self.path} is version {version} of the format; this package reads version 1")
+            self.row_offset: np.ndarray = read(h5py.h5d.open, b"/samples/row_offset")
+            self.job = str(_attribute(read(h5py.h5a.open, b"job").item()))
+            self.hidden, self.layers = (int(read(h5py.h5a.open, name)) for name in (b"hidden", b"layers"))
+            self.boundaries = tuple(int(b) for b in read(h5py.h5a.open, b"boundaries"))
+            self.dtype = str(_attribute(read(h5py.h5a.open, b"dtype").item()))
         self._columns: dict[str, Any] = {}
 
     def __len__(self) -> int:
         return len(self.row_offset) - 1
 
-    def _hdf5(self) -> Any:
+    @contextlib.contextmanager
+    def _hdf5(self) -> Iterator[Any]:
+        """The file's low-level handle."""
         if h5py is None:
             raise missing_package("h5py", "shards", "reading shards")
         try:
-            return h5py.File(self.path, "r")
+            file = h5py.h5f.open(os.fsencode(self.path), h5py.h5f.ACC_RDONLY)
         except OSError:  # a network file system may refuse locks; a shard is not written any more
+            unlocked = h5py.h5p.create(h5py.h5p.FILE_ACCESS)
+            unlocked.set_file_locking(False, True)
             try:
-                return h5py.File(self.path, "r", locking=False)
+                file = h5py.h5f.open(os.fsencode(self.path), h5py.h5f.ACC_RDONLY, unlocked)
             except OSError as error:
                 raise DataLossError(f"{self.path}: {error}") from None
+        try:
+            yield file
+        finally:
+            file.close()
 
     def attributes(self) -> dict[str, Any]:
         """All attributes of the file, by the names of docs/shard-format.md."""
         with self._hdf5() as file:
-            return {name: _attribute(value) for name, value in file.attrs.items()}
+            return {name: _attribute(value) for name, value in h5py.File(file).attrs.items()}
 
     def column(self, name: str) -> Any:
         """A dataset of /samples: texts as a list, numbers as an array."""
@@ -163,8 +174,9 @@ class Shard:
     def load_columns(self, names: list[str]) -> None:
         """Several columns with one opening of the file."""
         with self._hdf5() as file:
+            samples = h5py.File(file)["samples"]
             for name in names:
-                data = file["samples"][name]
+                data = samples[name]
                 self._columns[name] = data.asstr()[:].tolist() if h5py.check_string_dtype(data.dtype) else data[:]
 
     def tokens(self, name: str, begin: int, end: int) -> np.ndarray:
@@ -201,6 +213,17 @@ class Shard:
             input_ids=self.tokens("ids", begin, end).astype(np.int64), loss_mask=self.tokens("loss_mask", begin, end),
             logprobs=self.tokens("logprob", begin, end), entropies=self.tokens("entropy", begin, end), block=block,
         )  # fmt: skip
+
+
+def _low_level(file: Any, open: Any, name: bytes) -> np.ndarray:
+    """The whole of an attribute or dataset."""
+    found = open(file, name)
+    values: np.ndarray = np.empty(found.shape, found.dtype)
+    if isinstance(found, h5py.h5a.AttrID):
+        found.read(values)
+    else:
+        found.read(h5py.h5s.ALL, h5py.h5s.ALL, values)
+    return values
 
 
 def _attribute(value: Any) -> Any:
