@@ -2,7 +2,8 @@
 """What the Python package gives, on what stream_bench reads: samples of 512 tokens at Kimi-K2.5's four boundaries (29 MB each), 32 of them (0.94 GB), from
 the page cache. The sides alternate; the median counts.
     stream     Client.stream over loopback, samples in numpy arrays, against the C++ client's receiver on the same server
-    dataset    ShardDataset, against safetensors files of the same samples (needs torch and safetensors)
+    dataset    ShardDataset, against safetensors files of the same samples (needs torch and safetensors); dataset-cpu: by the process's own time, for
+               a machine that others use
     open       a ShardDataset of 25,000 samples: seconds
 Needs the package with h5py, and the programs in build/bin.
 
@@ -88,21 +89,21 @@ def bench_dataset(folder, options):
         Speculators().write(files / f"hs_{row}.safetensors", row, sample, None)
     order = np.random.default_rng(0).permutation(len(dataset))
 
-    def shards():
-        begin = time.perf_counter()
+    def shards(clock):
+        begin = clock()
         size = sum(dataset[int(i)].block.nbytes for i in order)
-        return size / (time.perf_counter() - begin) / 1e9
+        return size / (clock() - begin) / 1e9
 
-    def safetensors():
-        begin = time.perf_counter()
-        size = 0
+    def safetensors(clock):
+        begin, size = clock(), 0
         for i in order:
             states = load_file(files / f"hs_{i}.safetensors")["hidden_states"].clone()  # a mapping until it is copied
             size += states.numel() * 2
-        return size / (time.perf_counter() - begin) / 1e9
+        return size / (clock() - begin) / 1e9
 
     torch.set_num_threads(1)
-    report("dataset", "GB/s", "safetensors", [(shards(), safetensors()) for _ in range(options.rounds + 1)][1:])
+    for case, clock in (("dataset", time.perf_counter), ("dataset-cpu", time.process_time)):
+        report(case, "GB/s", "safetensors", [(shards(clock), safetensors(clock)) for _ in range(options.rounds + 1)][1:])
 
 
 def bench_open(folder, options):

@@ -1,4 +1,5 @@
 """The Python package on a running server and its shards. Run by ctest with STATETAP_BIN, STATETAP_ROOT and PYTHONPATH in the environment."""
+import gzip
 import json
 import multiprocessing
 import os
@@ -13,6 +14,8 @@ from pathlib import Path
 
 import grpc
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import statetap
 from served import HIDDEN, LAYERS, ROOT, TAPS, Served, by_h5py
 from statetap.inputs import sample_of, samples_of
@@ -237,6 +240,16 @@ class ClientTest(unittest.TestCase):
     def test_files_of_prompts(self):
         lines = list(samples_of(ROOT / "examples/prompts_64.jsonl"))
         self.assertEqual((len(lines), lines[3].source, lines[3].source_line), (64, "prompts_64.jsonl", 4))
+        packed, table = served.folder / "some.jsonl.gz", served.folder / "some.parquet"
+        packed.write_bytes(gzip.compress((ROOT / "examples/prompts_64.jsonl").read_bytes()))
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(PROMPTS), table)
+        for path in (packed, table):
+            self.assertEqual([(s.id, json.loads(s.chat.messages_json)) for s in samples_of(path)], [(p["id"], p["messages"]) for p in PROMPTS], path)
+        with self.assertRaisesRegex(ValueError, "zstd -d"):
+            list(samples_of(served.folder / "some.jsonl.zst"))
+        (served.folder / "latin.jsonl").write_bytes(b'{"prompt": "\xe9"}\n')
+        with self.assertRaisesRegex(ValueError, "latin.jsonl 1: .*UTF-8"):
+            list(samples_of(served.folder / "latin.jsonl"))
         path = served.folder / "broken.jsonl"
         path.write_text('{"prompt": "a"}\n{"prompt": \n')
         with self.assertRaisesRegex(ValueError, "broken.jsonl 2"):
@@ -244,7 +257,7 @@ class ClientTest(unittest.TestCase):
         self.assertNotIn("broken.jsonl", [j.name for j in served.client.list()])
 
     def test_prompts_of_a_wrong_shape_name_field_and_remedy(self):
-        for prompt, text in (({}, "exactly one"), ({"messages": 3}, "messages is 3; give a list"), ({"prompt": ["a"]}, "give a text"),
+        for prompt, text in (({}, "exactly one"), ({"conversations": []}, "statetap submit"), ({"messages": 3}, "messages is 3; give a list"), ({"prompt": ["a"]}, "give a text"),
                              ({"input_ids": [1, 2], "loss_mask": [1]}, "1 values for 2"), ({"input_ids": [2**31]}, "below 2"),
                              ({"prompt_token_ids": [1]}, "token_ids is missing"), ({"prompt": "a", "meta": []}, "meta is"),
                              ({"prompt": "a", "max_new_tokens": "x"}, "max_new_tokens is 'x'")):

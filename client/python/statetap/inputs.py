@@ -35,6 +35,9 @@ def sample_of(prompt: Mapping[str, Any]) -> jobs_pb2.SampleInput:
     id, source, meta, thinking, max_new_tokens, temperature, top_p. ShareGPT and OpenAI batch lines: `statetap submit` reads them."""
     given = {name: value for name, value in prompt.items() if value is not None}
     shapes = [name for name in ("messages", "prompt", "input_ids", "prompt_token_ids") if name in given]
+    other = [name for name in ("conversations", "body") if name in given]
+    if other:
+        raise ValueError(f"{other[0]} is of a ShareGPT or OpenAI batch line: `statetap submit` reads the file, or give its messages")
     if len(shapes) != 1:
         raise ValueError(f"has {' and '.join(shapes) or 'none'} of messages, prompt, input_ids, prompt_token_ids; give exactly one")
     sample = jobs_pb2.SampleInput()
@@ -104,10 +107,12 @@ def _rows(path: Path) -> Iterator[Prompt]:
         for batch in parquet.ParquetFile(path).iter_batches():
             yield from batch.to_pylist()
         return
-    with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else open(path, encoding="utf-8") as file:
+    if path.suffix == ".zst":
+        raise ValueError(f"{path}: zstd is not read here; `statetap submit` does, or decompress it with zstd -d")
+    with gzip.open(path) if path.suffix == ".gz" else open(path, "rb") as file:
         for number, line in enumerate(file, 1):
             if line.strip():
                 try:
-                    yield json.loads(line)
-                except ValueError as error:
-                    raise ValueError(f"{path} {number}: {error}; a line must be one JSON object") from None
+                    yield json.loads(line.decode())
+                except ValueError as error:  # UnicodeDecodeError is one
+                    raise ValueError(f"{path} {number}: {error}; a line must be one JSON object in UTF-8") from None

@@ -63,19 +63,27 @@ class _Table:
 
     def read(self, path: str, begin: int, end: int, to: np.ndarray) -> None:
         """Rows [begin, end) into `to`, contiguous."""
-        fd = _files.get(path)
+        file = _files.get(path)
         view, at = memoryview(to).cast("B"), 0
-        while begin < end:
-            chunk, first = divmod(begin, self.rows_per_chunk)
-            rows = min(end - begin, self.rows_per_chunk - first)
-            size = rows * self.row_bytes
-            offset = int(self.offsets[chunk]) + first * self.row_bytes
+        for offset, size in self._extents(begin, end):
             while size > 0:
-                got = os.preadv(fd.fd, [view[at : at + size]], offset)
+                got = os.preadv(file.fd, [view[at : at + size]], offset)
                 if got == 0:
                     raise DataLossError(f"{path} ends at byte {offset}, within a chunk; the file was cut")
                 at, offset, size = at + got, offset + got, size - got
-            begin += rows
+
+    def _extents(self, begin: int, end: int) -> "list[tuple[int, int]]":
+        """(offset, size) of rows [begin, end), neighbours joined."""
+        first, joined = begin // self.rows_per_chunk, []
+        for chunk, offset in enumerate(self.offsets[first : -(-end // self.rows_per_chunk)].tolist(), first):
+            chunk_begin = chunk * self.rows_per_chunk
+            low, high = max(begin, chunk_begin), min(end, chunk_begin + self.rows_per_chunk)
+            offset, size = offset + (low - chunk_begin) * self.row_bytes, (high - low) * self.row_bytes
+            if joined and sum(joined[-1]) == offset:
+                joined[-1] = (joined[-1][0], joined[-1][1] + size)
+            else:
+                joined.append((offset, size))
+        return joined
 
 
 def _chunk_tables(path: str) -> dict[str, _Table]:
