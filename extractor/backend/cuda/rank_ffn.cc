@@ -9,6 +9,8 @@ namespace statetap::cuda {
 namespace {
 
 constexpr int kFewTokens = 512;  // of a step: so few that the experts' weights are read for them
+constexpr int64_t kNear = int64_t{1} << 30;  // values between two matrices
+constexpr int kNarrowRows = 44;  // of an expert, expected: few have more than a narrow tile holds
 
 }  // namespace
 
@@ -74,10 +76,12 @@ void CudaBackend::RoutedFfn(const Step& step, const RoutedFfnParams& p) {
   const ExpertBlocks& blocks = experts.blocks();
   const auto num_experts = static_cast<int>(experts.shape().slot_of_expert.size());
   const bool by_hopper = hopper_ && experts.format() == Format::kInt4;
-  // About the rows that an expert gets; Hopper's tiles are as wide as they need anyway.
+  // About the rows that an expert gets.
   const int expected = CeilDiv(step.num_tokens * p.top_k, num_experts);
   const bool few = by_hopper && step.num_tokens <= kFewTokens;
-  int tile_rows = by_hopper ? kHopperTileRows : experts.format() == Format::kInt4 ? 128 : 64;
+  int tile_rows = experts.format() == Format::kInt4 ? 128 : 64;
+  // Hopper's tiles are as wide as they need anyway.
+  if (by_hopper) tile_rows = expected <= kNarrowRows ? kHopperNarrowRows : kHopperTileRows;
   if (few) tile_rows = step.num_tokens <= 8 ? 8 : step.num_tokens <= 16 ? 16 : kFewRows;
   while (!by_hopper && tile_rows > 16 && tile_rows / 2 >= expected) tile_rows /= 2;
   SortRowsParams sorted{p.experts, experts.slot_of_expert(),  step.num_tokens,
@@ -108,7 +112,7 @@ void CudaBackend::RoutedFfn(const Step& step, const RoutedFfnParams& p) {
     if (few) {
       FewRowsProduct(product, MapsOf(product.x, product.k), which, tile_rows, stream());
     } else if (by_hopper) {
-      HopperProduct(product, MapsOf(product.x, product.k), which, stream());
+      HopperProduct(product, MapsOf(product.x, product.k), which, tile_rows, stream());
     } else {
       GroupedProduct(product, which, experts.format(), tile_rows, stream());
     }
@@ -154,23 +158,29 @@ void CudaBackend::DenseFfn(const Step& step, const DenseFfnParams& p) {
   }
   shared_begun_ = false;
   if (rest.count > 0) {
-    // Both in one launch: each alone has tiles for half of the multiprocessors.
     const bf16 *gate = AsMatrix(p.gate).data(), *up = AsMatrix(p.up).data();
     const int64_t done = int64_t{rest.begin} * p.width, half = gate_up_.size() / sizeof(bf16) / 2;
     bf16* y = gate_up_.as<bf16>() + done;
-    GemmParams both{x + int64_t{rest.begin} * p.hidden,
-                    p.hidden,
-                    std::min(gate, up),
-                    p.hidden,
-                    y,
-                    p.width,
-                    rest.count,
-                    p.width,
-                    p.hidden};
-    both.batch = 2;
-    both.w_batch = std::max(gate, up) - std::min(gate, up);
-    both.y_batch = half;
-    MultiplyByPhase(both, rest.begin);
+    GemmParams product{x + int64_t{rest.begin} * p.hidden,
+                       p.hidden,
+                       std::min(gate, up),
+                       p.hidden,
+                       y,
+                       p.width,
+                       rest.count,
+                       p.width,
+                       p.hidden};
+    // In one launch where they lie near each other, as they do when loaded one behind the other:
+    // each alone has tiles for half of the multiprocessors.
+    product.w_batch = std::max(gate, up) - std::min(gate, up);
+    product.y_batch = half;
+    product.batch = product.w_batch < kNear ? 2 : 1;
+    MultiplyByPhase(product, rest.begin);
+    if (product.batch == 1) {
+      product.w = std::max(gate, up);
+      product.y = y + half;
+      MultiplyByPhase(product, rest.begin);
+    }
     SwiGlu(y + (gate < up ? 0 : half), y + (gate < up ? half : 0), y, int64_t{rest.count} * p.width,
            stream());
   }

@@ -67,16 +67,17 @@ enum class Format { kInt4, kBf16 };
 void GroupedProduct(const GroupedProductParams& params, Product product, Format format,
                     int tile_rows, cudaStream_t stream);
 
-// The same product for INT4 by wgmma and TMA (sm_90a): tiles of at most kHopperTileRows rows, each
-// as wide as it needs. x must lie in the order of the rows (row_of_x null) with maps of its own.
-inline constexpr int kHopperTileRows = 200;
+// The same product for INT4 by wgmma and TMA (sm_90a): tiles of at most tile_rows =
+// kHopperTileRows or, where experts have few, kHopperNarrowRows rows, each as wide as it needs. x
+// must lie in the order of the rows (row_of_x null) with maps of its own.
+inline constexpr int kHopperTileRows = 200, kHopperNarrowRows = 56;
 struct RowMaps {  // tensor maps of x by tile width: CUtensorMap, 128 bytes each
   alignas(64) unsigned char maps[kHopperTileRows / 8][128];
 };
 // x: [rows, columns], contiguous; columns a multiple of 8.
 RowMaps MakeRowMaps(const bf16* x, int64_t rows, int columns);
 void HopperProduct(const GroupedProductParams& params, const RowMaps& maps, Product product,
-                   cudaStream_t stream);
+                   int tile_rows, cudaStream_t stream);
 
 // The same bits for few rows an expert: tiles of at most tile_rows = 8, 16 or 32 rows, which may
 // come in any order of width.

@@ -1,11 +1,12 @@
 // Grouped product of routed experts by wgmma and TMA: sm_90a.
 //
 // A block multiplies one weight tile (256 fragment rows) with one token tile over all of K, then
-// goes on to the next pair; the grid is one block a multiprocessor. Warp 8 is the producer: it
-// keeps a ring of kStages K steps filled, weights by bulk copies and tokens by TMA (128-byte
-// swizzle). Two consumer warpgroups hold 128 fragment rows each: weights go from shared memory to
-// registers, are dequantised there and are wgmma's operand A, tokens are its N. One wgmma is in
-// flight while the next fragment is converted.
+// goes on to the next pair; the grid is one block a multiprocessor, or two where tiles are narrow
+// and the weights' way through the registers takes longer than the products. Warp 8 is the
+// producer: it keeps a ring of kStages K steps filled, weights by bulk copies and tokens by TMA
+// (128-byte swizzle). Two consumer warpgroups hold 128 fragment rows each: weights go from shared
+// memory to registers, are dequantised there and are wgmma's operand A, tokens are its N. One wgmma
+// is in flight while the next fragment is converted.
 //
 // Token tiles come in falling width, and the consumers run one loop a width, one after the other: a
 // switch over widths inside one loop makes ptxas keep every width's accumulators alive and
@@ -24,12 +25,21 @@ namespace statetap::cuda {
 namespace {
 
 constexpr int kStages = 6;
-constexpr int kTokenBytes = kHopperTileRows * kBlockK * 2;  // multiples of 1,024: swizzle atoms
 constexpr int kWeightBytes = kTileBlocks * kInt4BlockBytes;
 constexpr int kBarrierBytes = 2 * kStages * 8;
-constexpr int kSharedBytes = kStages * (kTokenBytes + kWeightBytes) + kBarrierBytes;
 constexpr int kConsumers = 256, kThreads = kConsumers + 128;
-static_assert(kTokenBytes % 1024 == 0 && kWeightBytes % 16 == 0);
+
+// kRows: of the widest tile. kBlocks: of a multiprocessor, kRegisters: of a consumer's thread.
+template <int kMostRows, int kBlocksAProcessor, int kConsumerRegisters>
+struct Form {
+  static constexpr int kRows = kMostRows, kBlocks = kBlocksAProcessor,
+                       kRegisters = kConsumerRegisters;
+  static constexpr int kTokenBytes = kRows * kBlockK * 2;  // multiples of 1,024: swizzle atoms
+  static constexpr int kSharedBytes = kStages * (kTokenBytes + kWeightBytes) + kBarrierBytes;
+  static_assert(kTokenBytes % 1024 == 0 && kWeightBytes % 16 == 0);
+};
+using Wide = Form<kHopperTileRows, 1, 240>;
+using Narrow = Form<kHopperNarrowRows, 2, 104>;
 
 // Where a thread is in the ring.
 struct Place {
@@ -44,6 +54,7 @@ struct Place {
   __device__ int before() const { return stage == 0 ? kStages - 1 : stage - 1; }
 };
 
+template <int kTokenBytes>
 struct Ring {
   unsigned char* memory;
   __device__ unsigned char* tokens(int stage) const { return memory + stage * kTokenBytes; }
@@ -56,9 +67,10 @@ struct Ring {
   __device__ uint64_t* empty(int stage) const { return full(kStages + stage); }
 };
 
-template <Product kProduct, int kWidth>
+template <Product kProduct, int kWidth, int kTokenBytes>
 __device__ __forceinline__ void Consume(const GroupedProductParams& p, const TokenTile& tile,
-                                        int weight_tile, const Ring& ring, Place& place) {
+                                        int weight_tile, const Ring<kTokenBytes>& ring,
+                                        Place& place) {
   const int group = static_cast<int>(threadIdx.x) / 128,
             thread = static_cast<int>(threadIdx.x) % 128, warp = thread / 32, lane = thread % 32;
   // Cleared here rather than by the first wgmma: an accumulator that is read before it is written
@@ -128,8 +140,9 @@ __device__ __forceinline__ void Consume(const GroupedProductParams& p, const Tok
   }
 }
 
+template <int kTokenBytes>
 __device__ void Produce(const GroupedProductParams& p, const Maps& maps, int total,
-                        const Ring& ring) {
+                        const Ring<kTokenBytes>& ring) {
   Place place(1);
   for (int i = static_cast<int>(blockIdx.x); i < total; i += static_cast<int>(gridDim.x)) {
     const TokenTile tile = p.tiles[i / p.weight_tiles];
@@ -150,9 +163,9 @@ __device__ void Produce(const GroupedProductParams& p, const Maps& maps, int tot
 }
 
 // The loops of all widths from kWidth down.
-template <Product kProduct, int kWidth>
+template <Product kProduct, int kWidth, int kTokenBytes>
 __device__ __forceinline__ void ConsumeFrom(const GroupedProductParams& p, int total, int& i,
-                                            const Ring& ring, Place& place) {
+                                            const Ring<kTokenBytes>& ring, Place& place) {
   for (; i < total && p.tiles[i / p.weight_tiles].width == kWidth;
        i += static_cast<int>(gridDim.x)) {
     Consume<kProduct, kWidth>(p, p.tiles[i / p.weight_tiles], i % p.weight_tiles, ring, place);
@@ -160,11 +173,11 @@ __device__ __forceinline__ void ConsumeFrom(const GroupedProductParams& p, int t
   if constexpr (kWidth > 8) ConsumeFrom<kProduct, kWidth - 8>(p, total, i, ring, place);
 }
 
-template <Product kProduct>
-__global__ void __launch_bounds__(kThreads, 1)
+template <Product kProduct, typename Form>
+__global__ void __launch_bounds__(kThreads, Form::kBlocks)
     HopperKernel(const __grid_constant__ Maps maps, const GroupedProductParams p) {
   extern __shared__ __align__(1024) unsigned char shared[];
-  const Ring ring{shared};
+  const Ring<Form::kTokenBytes> ring{shared};
   if (threadIdx.x == 0) {
     for (int stage = 0; stage < kStages; ++stage) {
       InitBarrier(ring.full(stage), 1);
@@ -178,22 +191,23 @@ __global__ void __launch_bounds__(kThreads, 1)
     asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
     if (threadIdx.x == kConsumers) Produce(p, maps, total, ring);
   } else {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Form::kRegisters));
     Place place(0);
     int i = static_cast<int>(blockIdx.x);
-    ConsumeFrom<kProduct, kHopperTileRows>(p, total, i, ring, place);
+    ConsumeFrom<kProduct, Form::kRows>(p, total, i, ring, place);
   }
 }
 
-template <Product kProduct>
+template <Product kProduct, typename Form>
 void Launch(const GroupedProductParams& p, const Maps& maps, cudaStream_t stream) {
-  Check(cudaFuncSetAttribute(HopperKernel<kProduct>, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                             kSharedBytes));
+  const auto kernel = HopperKernel<kProduct, Form>;
+  Check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                             Form::kSharedBytes));
   int device, processors;
   Check(cudaGetDevice(&device));
   Check(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device));
-  HopperKernel<kProduct>
-      <<<static_cast<unsigned>(processors), kThreads, kSharedBytes, stream>>>(maps, p);
+  kernel<<<static_cast<unsigned>(processors * Form::kBlocks), kThreads, Form::kSharedBytes,
+           stream>>>(maps, p);
   CheckLaunch();
 }
 
@@ -210,12 +224,18 @@ RowMaps MakeRowMaps(const bf16* x, int64_t rows, int columns) {
 }
 
 void HopperProduct(const GroupedProductParams& p, const RowMaps& row_maps, Product product,
-                   cudaStream_t stream) {
+                   int tile_rows, cudaStream_t stream) {
   Maps maps;
   static_assert(sizeof(maps) == sizeof(row_maps.maps));
   std::memcpy(&maps, row_maps.maps, sizeof(maps));
-  return product == Product::kGateUp ? Launch<Product::kGateUp>(p, maps, stream)
-                                     : Launch<Product::kDown>(p, maps, stream);
+  const bool narrow = tile_rows <= kHopperNarrowRows;
+  if (product == Product::kGateUp) {
+    narrow ? Launch<Product::kGateUp, Narrow>(p, maps, stream)
+           : Launch<Product::kGateUp, Wide>(p, maps, stream);
+  } else {
+    narrow ? Launch<Product::kDown, Narrow>(p, maps, stream)
+           : Launch<Product::kDown, Wide>(p, maps, stream);
+  }
 }
 
 }  // namespace statetap::cuda
