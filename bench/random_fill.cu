@@ -44,6 +44,12 @@ __global__ void Scales(unsigned char* to, int64_t blocks, float scale, uint32_t 
   }
 }
 
+__global__ void RepeatKernel(const uint4* from, int64_t count, uint4* to, int64_t total) {
+  for (int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; i < total;
+       i += int64_t{gridDim.x} * blockDim.x)
+    to[i] = from[i % count];
+}
+
 }  // namespace
 
 void FillNormal(__nv_bfloat16* to, int64_t count, float scale, uint32_t seed) {
@@ -62,6 +68,12 @@ void FillBlocks(unsigned char* to, int64_t blocks, float scale, uint32_t seed) {
   FillBits(to, blocks * cuda::kInt4BlockBytes, seed);
   Scales<<<kBlocks, kThreads>>>(to, blocks, scale, seed);
   cuda::CheckLaunch();
+}
+
+void Repeat(const void* from, int64_t bytes, void* to, int64_t total, cudaStream_t stream) {
+  if (bytes == 0) return;
+  RepeatKernel<<<128, 256, 0, stream>>>(static_cast<const uint4*>(from), bytes / 16,
+                                        static_cast<uint4*>(to), total / 16);
 }
 
 }  // namespace statetap::bench

@@ -1,15 +1,17 @@
 // One or two ranks of eight, each on a GPU of its own: the others' part in an exchange is left out,
 // or played by the other GPU (by the rank itself where there is one GPU). A rank then moves the
-// bytes that it would move among eight, all of them over one link; what is summed are not the sums
-// of a model.
+// bytes that it would move among eight, all of them over one link. What is summed then are not the
+// sums of a model, so tokens keep the experts that they chose without exchanges.
 #pragma once
 
 #include <algorithm>
 #include <barrier>
+#include <map>
 #include <memory>
-#include <optional>
+#include <utility>
 #include <vector>
 
+#include "bench/random_fill.h"
 #include "extractor/backend/cuda/check.h"
 #include "extractor/backend/cuda/device_group.h"
 #include "extractor/backend/cuda/owners.h"
@@ -54,6 +56,7 @@ class StandInGroup final : public cuda::DeviceGroup {
   }
 
   void Join(int) override {}
+  void BeginStep(int rank) override { of(rank).small_gathers = 0; }
   bool Recordable(size_t, size_t) const override { return exchange == Exchange::kNone; }
   void Reserve(int rank, int num_rows, size_t row_bytes, bool sharded) override {
     if (sharded) of(rank).staging.Reserve(static_cast<size_t>(num_rows) * row_bytes);
@@ -92,15 +95,26 @@ class StandInGroup final : public cuda::DeviceGroup {
     Return(rank, stream);
   }
 
-  // The choice of experts is this rank's own, repeated, so that the routing stays real.
+  // Small rows: the choice of experts. It is this rank's own, repeated, so that the routing is
+  // real.
   void GatherRows(int rank, const void* own, int num_rows, size_t row_bytes, void* all,
                   cudaStream_t stream) override {
     const RowRange mine = ShardOfRows(num_rows, rank, world());
-    const bool small = row_bytes <= 64, exchanges = !small && exchange != Exchange::kNone;
-    if (!small && !exchanges) return;
-    const void* theirs = exchanges ? Publish(rank, own, stream) : own;
     Rank& here = of(rank);
-    const bool beside = exchanges && exchange == Exchange::kOverlapped;
+    if (row_bytes <= 64) {
+      const size_t bytes = static_cast<size_t>(mine.count) * row_bytes;
+      cuda::DeviceBuffer& kept = here.kept[{bytes, here.small_gathers++}];
+      kept.Reserve(bytes);
+      if (exchange == Exchange::kNone)
+        Repeat(own, static_cast<int64_t>(bytes), kept.as<void>(), static_cast<int64_t>(bytes),
+               stream);
+      // By a kernel: a copy would queue behind the large ones on the copy engine.
+      return Repeat(kept.as<void>(), static_cast<int64_t>(bytes), all,
+                    static_cast<int64_t>(static_cast<size_t>(num_rows) * row_bytes), stream);
+    }
+    if (exchange == Exchange::kNone) return;
+    const void* theirs = Publish(rank, own, stream);
+    const bool beside = exchange == Exchange::kOverlapped;
     if (beside) here.ready.Hold(here.copies.get());
     for (int r = 0; r < world(); ++r) {
       const RowRange rows = ShardOfRows(num_rows, r, world());
@@ -110,7 +124,7 @@ class StandInGroup final : public cuda::DeviceGroup {
            beside ? here.copies.get() : stream);
     }
     if (beside) here.copied.Record(here.copies.get());
-    if (exchanges) Return(rank, stream);
+    Return(rank, stream);
   }
 
  private:
@@ -118,6 +132,8 @@ class StandInGroup final : public cuda::DeviceGroup {
     cuda::Event ready, done, copied;
     cuda::Stream copies;
     cuda::DeviceBuffer staging;
+    int small_gathers = 0;                                      // of the step
+    std::map<std::pair<size_t, int>, cuda::DeviceBuffer> kept;  // by size and number
     const void* pointer = nullptr;
     double value = 0;
   };
@@ -138,9 +154,10 @@ class StandInGroup final : public cuda::DeviceGroup {
   }
   // Behind the exchange; where it is serial, until the other rank has read.
   void Return(int rank, cudaStream_t stream) {
-    if (exchange == Exchange::kSerial) of(rank).done.Record(stream);
-    meeting_.arrive_and_wait();
-    if (exchange == Exchange::kSerial) other(rank).done.Hold(stream);
+    const bool serial = exchange == Exchange::kSerial;
+    if (serial) of(rank).done.Record(stream);
+    meeting_.arrive_and_wait();  // what was published has been taken
+    if (serial) other(rank).done.Hold(stream);
   }
 
   std::barrier<> meeting_;
