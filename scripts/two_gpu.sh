@@ -3,7 +3,7 @@
 # a rank that stops; what exchanges cost beside NCCL's own. With one GPU the ranks share it and NCCL is skipped aloud: a dry run.
 #   scripts/two_gpu.sh            builds first, into build-gpu/
 #   scripts/two_gpu.sh FOLDER     runs the programs that lie in FOLDER, with FOLDER/lib in the library path
-# STATETAP_EXCHANGES=N: random exchanges a carrier [250]. STATETAP_MID=FOLDER: the checkpoint of tests/reference/make.sh mid, made if missing.
+# STATETAP_EXCHANGES=N: random exchanges a carrier [500]. STATETAP_MID=FOLDER: the checkpoint of tests/reference/make.sh mid, made if missing.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 programs=(cuda_group_test cuda_reference_test cuda_engine_test)
@@ -36,7 +36,7 @@ run() {  # name, seconds, command…
   grep -hE 'ranks over|ranks: |200 jobs' "$log/$name.log" | grep -v '^\[' | sed 's/^/    /'
   [ $code -eq 0 ] || { status=1; grep -B2 -A12 -E 'Failure$|terminate|error' "$log/$name.log" | head -40; }
 }
-export STATETAP_EXCHANGES=${STATETAP_EXCHANGES:-250}
+export STATETAP_EXCHANGES=${STATETAP_EXCHANGES:-500}
 export STATETAP_MID=${STATETAP_MID:-$log/mid}
 run exchanges 300 "$folder/cuda_group_test" --gtest_color=no
 run exchange_bench 120 "$bench"
