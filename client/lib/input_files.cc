@@ -2,14 +2,17 @@
 
 #include <unistd.h>
 
+#include <algorithm>
 #include <array>
 #include <cerrno>
 #include <cstdlib>
 #include <filesystem>
+#include <thread>
 #include <unordered_map>
 
 #include "extractor/base/file.h"
 #include "extractor/base/text.h"
+#include "extractor/base/worker_pool.h"
 #include "proto/messages/sample_text.h"
 
 namespace statetap {
@@ -17,6 +20,8 @@ namespace {
 
 constexpr std::string_view kStdin = "stdin";
 constexpr int kLinesBetweenReports = 256;
+// Lines that are read before they are parsed on all cores.
+constexpr size_t kBatchLines = 1024, kBatchBytes = size_t{4} << 20;
 
 bool IsBlank(std::string_view line) {
   return line.find_first_not_of(" \t\r") == std::string_view::npos;
@@ -50,6 +55,45 @@ absl::StatusOr<int> SpoolStdin() {
     }
   }
 }
+
+// Lines of one file: gathered, parsed on all cores, visited in order.
+class LineBatch {
+ public:
+  LineBatch(WorkerPool& workers, const std::function<absl::Status(InputLine)>& visit)
+      : workers_(workers), visit_(visit) {}
+
+  absl::Status Add(const std::string& path, const std::string& source, int64_t number,
+                   std::string_view line) {
+    bytes_ += line.size();
+    lines_.push_back({{path, number}, source, std::string(line)});
+    return lines_.size() < kBatchLines && bytes_ < kBatchBytes ? absl::OkStatus() : Visit();
+  }
+
+  absl::Status Visit() {
+    std::vector<InputLine> parsed(lines_.size());
+    workers_.ParallelFor(static_cast<int64_t>(lines_.size()), [&](int64_t begin, int64_t end, int) {
+      for (auto i = static_cast<size_t>(begin); i < static_cast<size_t>(end); ++i) {
+        const Line& line = lines_[i];
+        parsed[i] = {line.place, ParseSampleLine(line.text, line.source)};
+        if (parsed[i].parsed.ok()) parsed[i].parsed->sample.set_source_line(line.place.line);
+      }
+    });
+    lines_.clear();
+    bytes_ = 0;
+    for (InputLine& line : parsed) STATETAP_RETURN_IF_ERROR(visit_(std::move(line)));
+    return absl::OkStatus();
+  }
+
+ private:
+  struct Line {
+    LinePlace place;
+    std::string source, text;
+  };
+  WorkerPool& workers_;
+  const std::function<absl::Status(InputLine)>& visit_;
+  std::vector<Line> lines_;
+  size_t bytes_ = 0;
+};
 
 // What the server would refuse: an id with other content than it had before.
 class GivenIds {
@@ -114,18 +158,23 @@ absl::Status InputFiles::ForEach(const std::function<absl::Status(InputLine)>& v
     total_known &= reader->size_bytes() > 0;
   }
   if (!total_known) total = 0;
+  WorkerPool workers(static_cast<int>(std::clamp(std::thread::hardware_concurrency(), 1u, 8u)));
   for (const Entry& entry : entries_) {
     STATETAP_ASSIGN_OR_RETURN(const auto reader, Reader(entry));
+    LineBatch batch(workers, visit);
     while (true) {
-      STATETAP_ASSIGN_OR_RETURN(const std::optional<std::string_view> line, reader->Next());
-      if (!line.has_value()) break;
+      const absl::StatusOr<std::optional<std::string_view>> next = reader->Next();
+      if (!next.ok() || !next->has_value()) {
+        STATETAP_RETURN_IF_ERROR(batch.Visit());
+        STATETAP_RETURN_IF_ERROR(next.status());
+        break;
+      }
+      const std::string_view line = **next;
       if (progress != nullptr && reader->line_number() % kLinesBetweenReports == 0 &&
           !progress(done + reader->bytes_read(), total))
         return absl::CancelledError("interrupted");
-      if (IsBlank(*line)) continue;
-      InputLine item{{entry.path, reader->line_number()}, ParseSampleLine(*line, entry.source)};
-      if (item.parsed.ok()) item.parsed->sample.set_source_line(reader->line_number());
-      STATETAP_RETURN_IF_ERROR(visit(std::move(item)));
+      if (IsBlank(line)) continue;
+      STATETAP_RETURN_IF_ERROR(batch.Add(entry.path, entry.source, reader->line_number(), line));
     }
     done += reader->bytes_read();
   }
