@@ -14,6 +14,7 @@ import statetap
 from served import HIDDEN, LAYERS, MODEL, ROOT, TAPS, Served, by_h5py
 from statetap.checkpoint import HEAD, Checkpoint, read_header, read_tensor
 from statetap.export.vocabulary import choose
+from statetap.files import Bf16, write_safetensors
 
 PROMPTS = [json.loads(line) for line in (ROOT / "examples/prompts_64.jsonl").read_text().splitlines()]
 VOCAB, EPS = 2304, json.loads((MODEL / "config.json").read_text())["text_config"]["rms_norm_eps"]
@@ -223,6 +224,44 @@ class ExportTest(unittest.TestCase):
             self.assertEqual([ask("POST", "/v1/completions", body)[0] for body in ('{"prompt": [1, 2]}', '{"prompt": "text"}', "{")], [404, 400, 400])
             self.assertEqual(ask("GET", "/v2")[0], 404)
             endpoint.terminate()
+
+    def foreign(self, folder, format="speculators"):
+        result = subprocess.run([sys.executable, "-m", "statetap.foreign", folder, "--as", format, "--model", MODEL, "--json"], capture_output=True, text=True)
+        return result.returncode, json.loads(result.stdout) if result.stdout else result.stderr
+
+    def test_features_of_another_tool_are_told_apart(self):
+        good = self.out("good")
+        export("export", "--to", "speculators", "all", "--out", good)
+        code, told = self.foreign(good)
+        self.assertEqual((code, told["files"], told["post_norm"], told["faults"]), (0, 24, False, []))
+        exact = np.concatenate([s.block for s in statetap.ShardDataset(job.shards_path)], 1)
+        np.testing.assert_allclose(told["rms"], [np.sqrt((statetap.float32(b).astype(np.float64) ** 2).mean()) for b in exact], rtol=1e-6)
+        self.assertEqual(self.foreign(good / "hidden_states", "vllm")[0], 0)
+
+        def spoilt(name, change):
+            folder = self.out(name)
+            folder.mkdir()
+            for path in sorted((good / "hidden_states").iterdir()):
+                states, ids = np.array(read_tensor(path, "hidden_states")[0]), np.array(read_tensor(path, "token_ids")[0])
+                states = change(states)
+                write_safetensors(folder / path.name, {"hidden_states": Bf16(states), "token_ids": ids})
+            code, told = self.foreign(folder)
+            self.assertEqual(code, 1, name)
+            return " ".join(told["faults"])
+
+        def at(slot, values):
+            def change(states):
+                states[:, slot] = values(states)
+                return states
+
+            return change
+
+        self.assertIn("behind the final norm", spoilt("normed", at(-1, lambda s: model.final_norm(s[:, -1]))))
+        self.assertIn("tap 2 is zero at", spoilt("dead", at(1, lambda s: 0)))
+        self.assertIn("tap 1 and tap 3 are equal in 24", spoilt("equal", at(2, lambda s: s[:, 0])))
+        self.assertIn("the final state is not finite", spoilt("nan", at(-1, lambda s: 0x7FC0)))
+        self.assertIn("rows for", spoilt("short", lambda s: s[:-1]))
+        self.assertEqual(self.foreign(self.out("nothing"))[0], 2)
 
     def test_head(self):
         for flat, prefix in ((False, "language_model."), (True, "")):

@@ -201,6 +201,7 @@ class SpecForgeTest(unittest.TestCase):
         out = export("specforge", "all", served.folder / "specforge-reader")
         refs = build_offline_reader(str(out), run_id="test", ttt_length=3, max_len=4096).read()
         loader = FeatureDataLoader(LocalFeatureStore(), refs=refs, batch_size=1, collate_fn=build_offline_collator(), per_sample_transform=build_offline_normalizer(4096))
+        self.assertIn('"faults": []', run("-m", "statetap.foreign", out, "--as", "specforge", "--model", MODEL, "--json"))
         rows, model = [json.loads(line) for line in (out / "statetap-rows.jsonl").read_text().splitlines()], Checkpoint(MODEL)
         for row, batch in zip(rows, loader, strict=True):
             truth, tensors = stored[row["id"]], batch.tensors
@@ -219,6 +220,7 @@ class ModelOptimizerTest(unittest.TestCase):
             self.skipTest(f"nvidia-modelopt is not there: {error}")
         out = export("modelopt", "all", served.folder / "modelopt-reader")
         files = [str(p) for p in sorted(out.glob("*.pt"))]
+        self.assertIn('"faults": []', run("-m", "statetap.foreign", out, "--as", "modelopt", "--model", MODEL, "--json"))
         data = OfflineSupervisedDataset(files, answer_only_loss=True, tokenizer=None)
         rows = [json.loads(line) for line in (out / "statetap-rows.jsonl").read_text().splitlines()]
         batch = EagleOfflineDataCollator(train_len=256)([data[0], data[1]])
