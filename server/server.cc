@@ -56,7 +56,7 @@ struct Server::Impl {
 
   const ServedModel model;
   Engine& engine;
-  const ShardFolders folders;
+  ShardFolders folders;
   const std::unique_ptr<JobStore> store;
   ShardCache shards;
   ConsumerGroups groups;
@@ -116,11 +116,18 @@ void Server::Impl::UpdateHealth() {
 absl::Status Server::Impl::ServeHttp(const Options& options) {
   if (options.http.empty()) return absl::OkStatus();
   HttpServer::Pages pages;
-  pages.health = [this] {
-    if (draining) return std::string("the server is shutting down");
-    return std::string(MessageOf(runner->engine_status()));
+  pages.health = [this]() -> HttpServer::Health {
+    if (draining) return {false, "the server is shutting down"};
+    if (const absl::Status engine = runner->engine_status(); !engine.ok())
+      return {false, std::string(MessageOf(engine))};
+    std::string text = "ok";
+    for (const ShardFolders::Root& root : folders.roots())
+      if (!root.failure.empty())
+        text += fmt::format("; shard folder {} is out of use until a restart: {}",
+                            root.path.string(), root.failure);
+    return {true, text};
   };
-  pages.metrics = [this] { return MetricsText(*store, *runner); };
+  pages.metrics = [this] { return MetricsText(*store, *runner, folders); };
   STATETAP_ASSIGN_OR_RETURN(http_server, HttpServer::Start(options.http, std::move(pages)));
   http_address = http_server->address();
   return absl::OkStatus();

@@ -24,8 +24,7 @@ absl::Status CheckNotEnded(const JobRecord& job, std::string_view action) {
 
 absl::StatusOr<std::unique_ptr<JobRunner>> JobRunner::Start(JobStore& store,
                                                             const ServedModel& model,
-                                                            Engine& engine,
-                                                            const ShardFolders& folders,
+                                                            Engine& engine, ShardFolders& folders,
                                                             const Options& options) {
   STATETAP_RETURN_IF_ERROR(RecoverShards(store, folders));
   std::unique_ptr<JobRunner> runner(new JobRunner(store, model, engine, folders, options));
@@ -42,7 +41,7 @@ absl::StatusOr<std::unique_ptr<JobRunner>> JobRunner::Start(JobStore& store,
 }
 
 JobRunner::JobRunner(JobStore& store, const ServedModel& model, Engine& engine,
-                     const ShardFolders& folders, const Options& options)
+                     ShardFolders& folders, const Options& options)
     : store_(store), model_(model), engine_(engine), folders_(folders), options_(options) {
   queue_.emplace(store, [this] { Wake(); });
   ShardPipeline::Listener listener;

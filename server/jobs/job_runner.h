@@ -45,8 +45,7 @@ class JobRunner final : private SampleSource, private HiddenStateSink {
   // content depends on another configuration than `model` comes to wait. All references outlive the
   // runner.
   static absl::StatusOr<std::unique_ptr<JobRunner>> Start(JobStore& store, const ServedModel& model,
-                                                          Engine& engine,
-                                                          const ShardFolders& folders,
+                                                          Engine& engine, ShardFolders& folders,
                                                           const Options& options);
   ~JobRunner();
 
@@ -94,7 +93,7 @@ class JobRunner final : private SampleSource, private HiddenStateSink {
     int64_t reserved = 0;
     bool rejected = false;  // noted already; what still comes is dropped
   };
-  JobRunner(JobStore& store, const ServedModel& model, Engine& engine, const ShardFolders& folders,
+  JobRunner(JobStore& store, const ServedModel& model, Engine& engine, ShardFolders& folders,
             const Options& options);
   absl::Status Activate(const JobRecord& record);
   absl::Status StopThen(int64_t key, ShardPipeline::Finished finished,
@@ -132,7 +131,7 @@ class JobRunner final : private SampleSource, private HiddenStateSink {
   JobStore& store_;
   const ServedModel& model_;
   Engine& engine_;
-  const ShardFolders& folders_;
+  ShardFolders& folders_;
   const Options options_;
 
   mutable std::mutex mutex_;

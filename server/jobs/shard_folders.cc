@@ -8,19 +8,30 @@
 #include <utility>
 
 #include "extractor/base/file.h"
+#include "extractor/base/log.h"
 
 namespace statetap {
 namespace {
 
 std::filesystem::path Normal(const std::filesystem::path& path) {
+  // Made absolute first: what is not there stays relative otherwise.
+  const std::filesystem::path absolute = std::filesystem::absolute(path);
   std::error_code error;
-  const std::filesystem::path full = std::filesystem::weakly_canonical(path, error);
-  return error ? std::filesystem::absolute(path).lexically_normal() : full;
+  const std::filesystem::path full = std::filesystem::weakly_canonical(absolute, error);
+  return error ? absolute.lexically_normal() : full;
+}
+
+// The part of it that is there: a root is made with its first shard.
+std::filesystem::path Existing(std::filesystem::path root) {
+  std::error_code ignored;
+  while (!std::filesystem::exists(root, ignored) && root.has_relative_path())
+    root = root.parent_path();
+  return root;
 }
 
 uintmax_t Available(const std::filesystem::path& root) {
   std::error_code error;
-  const auto space = std::filesystem::space(root, error);
+  const auto space = std::filesystem::space(Existing(root), error);
   return error ? 0 : space.available;
 }
 
@@ -28,43 +39,67 @@ uintmax_t Available(const std::filesystem::path& root) {
 
 ShardFolders::ShardFolders(std::filesystem::path data, std::vector<std::filesystem::path> roots)
     : data_(Normal(data)) {
-  for (const auto& root : roots) roots_.push_back(Normal(root));
-  if (roots_.empty()) roots_.push_back(data_ / "shards");
+  for (const auto& root : roots) roots_.push_back({Normal(root), ""});
+  if (roots_.empty()) roots_.push_back({data_ / "shards", ""});
 }
 
-absl::StatusOr<std::filesystem::path> ShardFolders::PathFor(const std::string& job,
-                                                            int64_t seq) const {
-  const auto& root = roots_.size() == 1
-                         ? roots_[0]
-                         : *std::max_element(roots_.begin(), roots_.end(), [](auto& a, auto& b) {
-                             return Available(a) < Available(b);
-                           });
-  const std::filesystem::path folder = root / job;
-  std::error_code error;
-  std::filesystem::create_directories(folder, error);
-  if (error) return ErrnoStatus(error.value(), "cannot make the folder", folder);
-  return folder / fmt::format("shard-{:06}.h5", seq);
+std::vector<ShardFolders::Root> ShardFolders::roots() const {
+  const std::lock_guard lock(mutex_);
+  return roots_;
+}
+
+absl::StatusOr<std::filesystem::path> ShardFolders::PathFor(const std::string& job, int64_t seq) {
+  while (true) {
+    std::vector<Root> roots = this->roots();
+    std::erase_if(roots, [](const Root& root) { return !root.failure.empty(); });
+    const auto most_free =
+        std::ranges::max_element(roots, {}, [](const Root& root) { return Available(root.path); });
+    const std::filesystem::path folder = most_free->path / job;
+    std::error_code error;
+    std::filesystem::create_directories(folder, error);
+    if (!error) return folder / fmt::format("shard-{:06}.h5", seq);
+    const absl::Status status = ErrnoStatus(error.value(), "cannot make the folder", folder);
+    if (!TakeOut(folder, status)) return status;
+  }
+}
+
+bool ShardFolders::TakeOut(const std::filesystem::path& path, const absl::Status& why) {
+  const std::lock_guard lock(mutex_);
+  Root* failed = nullptr;
+  int in_use = 0;
+  for (Root& root : roots_) {
+    in_use += root.failure.empty() ? 1 : 0;
+    const std::filesystem::path below = path.lexically_relative(root.path);
+    if (!below.empty() && *below.begin() != "..") failed = &root;
+  }
+  if (failed == nullptr || !failed->failure.empty()) return failed != nullptr;
+  if (in_use < 2) return false;
+  failed->failure = std::string(MessageOf(why));
+  LogError("shard folder {} is out of use until the server starts again: {}", failed->path.string(),
+           failed->failure);
+  return true;
 }
 
 int64_t ShardFolders::FreeBytes() const {
   std::set<dev_t> seen;
   int64_t bytes = 0;
-  for (const auto& root : roots_) {
-    std::filesystem::path there = root;  // it is made with the first shard
-    while (!std::filesystem::exists(there) && there.has_relative_path())
-      there = there.parent_path();
+  for (const Root& root : roots()) {
+    if (!root.failure.empty()) continue;
     struct stat facts {};
-    if (::stat(there.c_str(), &facts) != 0 || !seen.insert(facts.st_dev).second) continue;
-    bytes += static_cast<int64_t>(Available(there));
+    if (::stat(Existing(root.path).c_str(), &facts) != 0 || !seen.insert(facts.st_dev).second)
+      continue;
+    bytes += static_cast<int64_t>(Available(root.path));
   }
   return bytes;
 }
 
-std::filesystem::path ShardFolders::Folder(const std::string& job) const { return roots_[0] / job; }
+std::filesystem::path ShardFolders::Folder(const std::string& job) const {
+  return roots_[0].path / job;
+}
 
 std::vector<std::filesystem::path> ShardFolders::Folders(const std::string& job) const {
   std::vector<std::filesystem::path> folders;
-  for (const auto& root : roots_) folders.push_back(root / job);
+  for (const Root& root : roots_) folders.push_back(root.path / job);
   return folders;
 }
 

@@ -1,9 +1,13 @@
 // Where shards lie: <root>/<job id>/shard-000001.h5, a root for each folder of --shards. The store
 // holds paths relative to the data folder where they are below it, so that the folder can be moved.
+//
+// A root that failed is taken out: new shards go to the others until the server starts again. What
+// lies there stays named and is read where it can be. Thread safe.
 #pragma once
 
 #include <cstdint>
 #include <filesystem>
+#include <mutex>
 #include <string>
 #include <vector>
 
@@ -16,10 +20,18 @@ class ShardFolders {
   // No roots: <data>/shards.
   ShardFolders(std::filesystem::path data, std::vector<std::filesystem::path> roots);
 
-  // A shard to be written now: on the root with the most free space, in a folder that is made where
-  // it is missing.
-  absl::StatusOr<std::filesystem::path> PathFor(const std::string& job, int64_t seq) const;
-  int64_t FreeBytes() const;  // on all roots, each file system once
+  // A shard to be written now: on the root with the most free space of those that are in use, in a
+  // folder that is made where it is missing.
+  absl::StatusOr<std::filesystem::path> PathFor(const std::string& job, int64_t seq);
+  // Something below the root that holds `path` could not be written. Takes that root out; false
+  // where it is the last one in use, which stays.
+  bool TakeOut(const std::filesystem::path& path, const absl::Status& why);
+  struct Root {
+    std::filesystem::path path;
+    std::string failure;  // empty: in use
+  };
+  std::vector<Root> roots() const;
+  int64_t FreeBytes() const;  // on all roots in use, each file system once
   std::filesystem::path Folder(const std::string& job) const;  // on the first root
   std::vector<std::filesystem::path> Folders(const std::string& job) const;
   std::string ToStored(const std::filesystem::path& path) const;
@@ -27,7 +39,8 @@ class ShardFolders {
 
  private:
   std::filesystem::path data_;
-  std::vector<std::filesystem::path> roots_;
+  mutable std::mutex mutex_;  // guards the failures
+  std::vector<Root> roots_;
 };
 
 }  // namespace statetap

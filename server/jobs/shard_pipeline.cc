@@ -18,7 +18,7 @@ bool IsPermanent(const absl::Status& status) {
 
 }  // namespace
 
-ShardPipeline::ShardPipeline(JobStore& store, const ShardFolders& folders, Listener listener,
+ShardPipeline::ShardPipeline(JobStore& store, ShardFolders& folders, Listener listener,
                              Options options)
     : store_(store),
       folders_(folders),
@@ -123,8 +123,10 @@ absl::StatusOr<ShardPipeline::OpenShard*> ShardPipeline::OpenShardOf(const Activ
   OpenShard shard;
   shard.job = job;
   STATETAP_ASSIGN_OR_RETURN(shard.seq, store_.NextShard(job->key));
-  STATETAP_ASSIGN_OR_RETURN(const std::filesystem::path path, folders_.PathFor(job->id, shard.seq));
-  STATETAP_ASSIGN_OR_RETURN(shard.writer, ShardWriter::Create(path, job->shard_config, {}));
+  STATETAP_ASSIGN_OR_RETURN(shard.path, folders_.PathFor(job->id, shard.seq));
+  auto writer = ShardWriter::Create(shard.path, job->shard_config, {});
+  if (!writer.ok()) return Elsewhere(shard.path, writer.status());
+  shard.writer = *std::move(writer);
   return &open_.emplace(job->key, std::move(shard)).first->second;
 }
 
@@ -133,7 +135,7 @@ void ShardPipeline::Append(const ActiveJobPtr& job, const FinishedSample& sample
   if (!shard.ok()) return Fault(job, shard.status());
   const std::vector<std::span<const uint16_t>> states(sample.states.begin(), sample.states.end());
   if (const absl::Status status = (*shard)->writer->Append(sample.record, states); !status.ok())
-    return Fault(job, status);
+    return Fault(job, Elsewhere((*shard)->path, status));
   StoredSample facts = StoredFacts(sample.record);
   facts.position = static_cast<int64_t>((*shard)->samples.size());
   facts.row = (*shard)->rows;
@@ -161,7 +163,9 @@ absl::Status ShardPipeline::Close(const ActiveJobPtr& job) {
   const OpenShard shard = std::move(found->second);
   open_.erase(found);
   job->captured = job->captured_rows = 0;
-  STATETAP_ASSIGN_OR_RETURN(const ShardSummary summary, shard.writer->Commit());
+  const absl::StatusOr<ShardSummary> written = shard.writer->Commit();
+  if (!written.ok()) return Elsewhere(shard.path, written.status());
+  const ShardSummary& summary = *written;
   const absl::Status status =
       store_.CommitShard(job->key,
                          {shard.seq, folders_.ToStored(summary.path), summary.samples, summary.rows,
@@ -245,9 +249,23 @@ void ShardPipeline::StopNow(int64_t key, Finished finished) {
   listener_.stopped(*job);
 }
 
+absl::Status ShardPipeline::Elsewhere(const std::filesystem::path& path,
+                                      const absl::Status& status) {
+  // A sample that does not fit is no fault of the disk, and a full one may have room again.
+  if (absl::IsInvalidArgument(status) || absl::IsResourceExhausted(status)) return status;
+  if (!folders_.TakeOut(path, status)) return status;
+  return absl::UnavailableError(
+      fmt::format("{}; its samples run again for other folders", MessageOf(status)));
+}
+
 void ShardPipeline::Fault(const ActiveJobPtr& job, const absl::Status& status) {
   job->stopped = true;
   open_.erase(job->key);
+  if (absl::IsUnavailable(status)) {
+    LogError("{}: {}", job->id, MessageOf(status));
+    retries_[job->key] = std::chrono::steady_clock::now();
+    return listener_.stopped(*job);
+  }
   LogError("{}: cannot store samples: {}", job->id, MessageOf(status));
   const absl::StatusOr<JobRecord> record = store_.GetJob(job->key);
   const bool nothing_stored = record.ok() && record->counts.stored == 0;

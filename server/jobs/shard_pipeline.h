@@ -3,15 +3,17 @@
 // one store transaction that names its samples. Rejections, cancels and endings pass through the
 // same thread, so the order of a job's events is the order they were pushed in.
 //
-// A write that fails stops the attempt: its samples are to do again. A folder that cannot be
-// written fails a job that has stored nothing; otherwise the job waits and is tried again after a
-// while.
+// A write that fails stops the attempt: its samples are to do again. Where there are other shard
+// folders, the one that failed is taken out and the job goes on at once (a full one is not: the
+// next shard goes where there is room). A last folder that cannot be written fails a job that has
+// stored nothing; otherwise the job waits and is tried again after a while.
 #pragma once
 
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
 #include <deque>
+#include <filesystem>
 #include <functional>
 #include <future>
 #include <map>
@@ -40,7 +42,7 @@ class ShardPipeline {
   struct Options {
     std::chrono::milliseconds retry_after{30000};
   };
-  ShardPipeline(JobStore& store, const ShardFolders& folders, Listener listener, Options options);
+  ShardPipeline(JobStore& store, ShardFolders& folders, Listener listener, Options options);
   ~ShardPipeline();
 
   // `reserved_bytes` of the host buffer are released once the sample is in its shard or dropped.
@@ -61,6 +63,7 @@ class ShardPipeline {
   struct OpenShard {
     ActiveJobPtr job;
     int64_t seq = 0;
+    std::filesystem::path path;
     std::unique_ptr<ShardWriter> writer;
     std::vector<StoredSample> samples;
     int64_t rows = 0;
@@ -82,10 +85,13 @@ class ShardPipeline {
   void LookAtGate(const ActiveJobPtr& job);
   absl::StatusOr<std::string> AlarmsOf(int64_t key) const;
   void Fault(const ActiveJobPtr& job, const absl::Status& status);
+  // Of a write below `path` that failed: UNAVAILABLE where its folder was taken out and the job can
+  // go on in others, else the status as it was.
+  absl::Status Elsewhere(const std::filesystem::path& path, const absl::Status& status);
   void RunDueRetries();
 
   JobStore& store_;
-  const ShardFolders& folders_;
+  ShardFolders& folders_;
   const Listener listener_;
   const Options options_;
   std::map<int64_t, OpenShard> open_;  // by job key

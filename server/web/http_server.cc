@@ -41,9 +41,9 @@ absl::StatusOr<std::unique_ptr<HttpServer>> HttpServer::Start(const std::string&
   server->set_keep_alive_timeout(2);
   server->Get("/healthz", [health = std::move(pages.health)](const httplib::Request&,
                                                              httplib::Response& response) {
-    const std::string why = health();
-    response.status = why.empty() ? 200 : 503;
-    response.set_content(why.empty() ? "ok\n" : why + "\n", "text/plain");
+    const Health now = health();
+    response.status = now.serving ? 200 : 503;
+    response.set_content(now.text + "\n", "text/plain");
   });
   server->Get("/metrics", [metrics = std::move(pages.metrics)](const httplib::Request&,
                                                                httplib::Response& response) {

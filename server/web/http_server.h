@@ -16,9 +16,12 @@ namespace statetap {
 
 class HttpServer {
  public:
+  struct Health {
+    bool serving;      // else 503
+    std::string text;  // "ok", or what is wrong
+  };
   struct Pages {
-    // Empty: healthy; else why not (answered with 503).
-    std::function<std::string()> health;
+    std::function<Health()> health;
     std::function<std::string()> metrics;  // text exposition format
   };
   // `address`: HOST:PORT, port 0 picks one. ALREADY_EXISTS where the port is taken.

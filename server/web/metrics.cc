@@ -3,6 +3,8 @@
 #include <iterator>
 #include <map>
 
+#include "extractor/base/json.h"
+
 namespace statetap {
 namespace {
 
@@ -15,7 +17,8 @@ void Metric(std::string& text, std::string_view name, std::string_view kind, std
 
 }  // namespace
 
-std::string MetricsText(const JobStore& store, const JobRunner& runner) {
+std::string MetricsText(const JobStore& store, const JobRunner& runner,
+                        const ShardFolders& folders) {
   const absl::StatusOr<std::vector<JobRecord>> jobs = store.ListJobs();
   if (!jobs.ok()) return "";
   std::map<std::string, double> by_state, samples;
@@ -44,6 +47,11 @@ std::string MetricsText(const JobStore& store, const JobRunner& runner) {
          {{"", static_cast<double>(runner.buffered_bytes())}});
   Metric(text, "statetap_engine_up", "gauge", "1 while the engine runs, 0 once it has failed.",
          {{"", runner.engine_status().ok() ? 1.0 : 0.0}});
+  std::map<std::string, double> in_use;
+  for (const ShardFolders::Root& root : folders.roots())
+    in_use[fmt::format("{{path={}}}", DumpJson(root.path.string()))] = root.failure.empty() ? 1 : 0;
+  Metric(text, "statetap_shard_folder_up", "gauge",
+         "1 while new shards may go there, 0 once the folder has failed.", in_use);
   return text;
 }
 

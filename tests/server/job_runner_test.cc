@@ -158,7 +158,7 @@ TEST(JobRunnerTest, APausedJobCanBeCancelledAndDeleted) {
   ASSERT_OK(harness.runner->Cancel(*harness.store->GetJob(first.key)));
   EXPECT_EQ(NameOf(harness.store->GetJob(first.key)->state), "cancelled");
   ASSERT_OK(harness.runner->Delete(second));
-  EXPECT_THAT(harness.store->GetJob(second.key), StatusIs(absl::StatusCode::kNotFound, "gone"));
+  EXPECT_THAT(harness.store->GetJob(second.key), StatusIs(absl::StatusCode::kNotFound, "deleted"));
 }
 
 TEST(JobRunnerTest, DeleteOfARunningJobLeavesNothing) {
@@ -436,7 +436,7 @@ TEST(JobRunnerTest, CancelOfAQueuedJobCancelsAll) {
 TEST(JobRunnerTest, FolderThatCannotBeWrittenFailsTheJobAndSaysWhy) {
   testing::TempDir elsewhere;
   std::ofstream(elsewhere / "file") << "in the way";
-  JobHarness harness({}, elsewhere / "file");
+  JobHarness harness({}, {elsewhere / "file"});
   harness.Run();
   ASSERT_OK_AND_ASSIGN(const JobRecord submitted, harness.Submit(Options(), Chats(5)));
   const JobRecord job = harness.WaitForEnd(submitted);
@@ -444,6 +444,55 @@ TEST(JobRunnerTest, FolderThatCannotBeWrittenFailsTheJobAndSaysWhy) {
   EXPECT_EQ(job.counts.rejected, 5);
   EXPECT_THAT(job.message, HasSubstr("5 write"));
   EXPECT_THAT(job.message, HasSubstr((elsewhere / "file").string()));
+}
+
+TEST(JobRunnerTest, AFailingDiskIsTakenOutAndItsUnfinishedSamplesRunOnTheOthers) {
+  testing::TempDir disks;
+  JobHarness harness({}, {disks / "one", disks / "two"});
+  harness.Run();
+  std::vector<v1::SampleInput> samples;
+  for (int i = 0; i < 130; ++i)
+    samples.push_back(IdsSample(fmt::format("s{}", i), std::vector<int32_t>(250, i + 1)));
+  harness.engine->faults.step = std::chrono::milliseconds(1);
+  ASSERT_OK_AND_ASSIGN(const JobRecord job, harness.Submit(Options(1 << 20), samples));
+  harness.WaitUntil(job, [](const JobRecord& now) { return now.counts.stored > 0; });
+  // Both are of one file system and have as much room: the first one was chosen. Its folder is lost
+  // under the open shard and cannot be made again.
+  ASSERT_TRUE(std::filesystem::exists(disks / "one" / job.id / "shard-000001.h5"));
+  std::filesystem::rename(disks / "one" / job.id, disks / "one" / "lost");
+  std::ofstream(disks / "one" / job.id) << "in the way";
+  const JobRecord ended = harness.WaitForEnd(job);
+  EXPECT_EQ(NameOf(ended.state), "succeeded") << ended.message;
+  EXPECT_EQ(ended.counts.stored, 130);
+  const auto roots = harness.folders().roots();
+  EXPECT_THAT(roots[0].failure, HasSubstr(job.id));
+  EXPECT_EQ(roots[1].failure, "");
+  // Nothing of what was stored before is lost, and the rest lies on the other disk.
+  std::filesystem::remove(disks / "one" / job.id);
+  std::filesystem::rename(disks / "one" / "lost", disks / "one" / job.id);
+  EXPECT_EQ(harness.Checksums(ended).size(), 130u);
+  EXPECT_TRUE(std::filesystem::exists(disks / "two" / job.id));
+  // A server that starts again takes it back.
+  ShardFolders again(harness.dir.path(), {disks / "one", disks / "two"});
+  ASSERT_OK_AND_ASSIGN(const auto path, again.PathFor("other", 1));
+  EXPECT_THAT(path.string(), HasSubstr((disks / "one").string()));
+}
+
+TEST(JobRunnerTest, AShardFolderThatIsNotThereYetMayBeNamedRelatively) {
+  testing::TempDir data;
+  const ShardFolders folders(data.path(), {"not-there/yet"});
+  EXPECT_EQ(folders.roots()[0].path, std::filesystem::current_path() / "not-there/yet");
+  EXPECT_GT(folders.FreeBytes(), 0);
+}
+
+TEST(JobRunnerTest, TheLastDiskIsNeverTakenOut) {
+  testing::TempDir disks;
+  ShardFolders folders(disks.path(), {disks / "one", disks / "two"});
+  EXPECT_TRUE(folders.TakeOut(disks / "two" / "job" / "shard.h5", absl::InternalError("EIO")));
+  EXPECT_TRUE(folders.TakeOut(disks / "two" / "other", absl::InternalError("EIO")));
+  EXPECT_FALSE(folders.TakeOut(disks / "one" / "job", absl::InternalError("EIO")));
+  EXPECT_EQ(folders.roots()[1].failure, "EIO");
+  EXPECT_EQ(folders.roots()[0].failure, "");
 }
 
 TEST(JobRunnerTest, FailedWriteWaitsAndGoesOnWhenMended) {

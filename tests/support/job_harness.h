@@ -61,10 +61,8 @@ inline v1::SampleInput IdsSample(const std::string& id, const std::vector<int32_
 class JobHarness {
  public:
   JobHarness() : JobHarness(JobRunner::Options{}) {}
-  explicit JobHarness(JobRunner::Options options, std::filesystem::path shards = {})
-      : options_(options),
-        folders_(dir.path(), shards.empty() ? std::vector<std::filesystem::path>{}
-                                            : std::vector{std::move(shards)}) {
+  explicit JobHarness(JobRunner::Options options, std::vector<std::filesystem::path> shards = {})
+      : options_(options), folders_(dir.path(), std::move(shards)) {
     Restart();
   }
   ~JobHarness() { runner.reset(); }
