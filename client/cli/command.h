@@ -28,6 +28,12 @@ enum ExitCode : int {
   kExitInterrupted = 130,
 };
 
+// Of --where, which means the same everywhere.
+inline constexpr std::string_view kWhereHelp =
+    "Only samples for which this holds: id, source, split, finish, index, tokens, prompt_tokens, "
+    "supervised_tokens, generated_tokens, logprob, truncated and meta.NAME with == != < <= > >= in "
+    "(...), and, or, not";
+
 // Where a command's results and messages go, and which server it talks to.
 class Context {
  public:
@@ -86,6 +92,7 @@ std::vector<Command> AllCommands();
 
 // For unsigned options: the library would read -1 as 2^64 - 1.
 std::string RefuseNegative(const std::string& text);
+std::string AtLeastOne(const std::string& text);
 
 // Runs `arguments` (without the program's name) and returns the exit code. Never throws.
 int RunApp(const std::vector<std::string>& arguments, Context& context);

@@ -103,10 +103,11 @@ v1::Shard ShardMessage(const ShardReader& shard) {
 }
 
 absl::StatusOr<v1::Statistics> JoinStatistics(const std::vector<fs::path>& paths,
-                                              Channels channels) {
+                                              const std::string& where, Channels channels) {
+  STATETAP_ASSIGN_OR_RETURN(const SampleFilter filter, SampleFilter::Parse(where));
   JoinedStatistics joined;
   STATETAP_RETURN_IF_ERROR(
-      ForEachShard(paths, [&](const ShardReader& shard) { return joined.Add(shard); }));
+      ForEachShard(paths, [&](const ShardReader& shard) { return joined.Add(shard, filter); }));
   v1::Statistics message = StatisticsMessage(joined.boundaries, joined.statistics, channels);
   message.set_samples(joined.samples);
   message.set_rows(joined.rows);

@@ -34,8 +34,9 @@ absl::Status ForEachShard(const std::vector<std::filesystem::path>& paths,
 v1::Sample SampleMessage(const ShardReader& shard, const SampleEntry& entry,
                          const SampleRecord& record);
 v1::Shard ShardMessage(const ShardReader& shard);
-// Joined over all shards; INVALID_ARGUMENT where they differ in hidden size or boundaries.
+// Joined over all shards, of the samples that `where` holds for; INVALID_ARGUMENT where they differ
+// in hidden size or boundaries.
 absl::StatusOr<v1::Statistics> JoinStatistics(const std::vector<std::filesystem::path>& paths,
-                                              Channels channels);
+                                              const std::string& where, Channels channels);
 
 }  // namespace statetap

@@ -13,10 +13,6 @@
 namespace statetap {
 namespace {
 
-constexpr std::string_view kWhereHelp =
-    "Only samples for which this holds: id, source, split, finish, index, tokens, prompt_tokens, "
-    "supervised_tokens, generated_tokens, logprob, truncated and meta.NAME with == != < <= > >= in "
-    "(...), and, or, not";
 constexpr int kRowsPerTable = 1000;  // long lists are aligned and printed piece by piece
 
 using VisitSample = std::function<absl::Status(const v1::Sample&)>;

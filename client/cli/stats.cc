@@ -1,5 +1,6 @@
 // stats: per-boundary statistics as a table, JSON or a plot.
 #include <algorithm>
+#include <cmath>
 
 #include "client/cli/commands.h"
 #include "client/cli/format.h"
@@ -14,6 +15,7 @@ namespace {
 
 struct StatsFlags {
   std::vector<std::string> source;
+  std::string where;
   bool plot = false, channels = false;
 };
 
@@ -21,9 +23,9 @@ absl::StatusOr<v1::Statistics> StatisticsOf(Context& context, const StatsFlags& 
   STATETAP_ASSIGN_OR_RETURN(const Source source, ParseSource(flags.source));
   if (!source.job.empty()) {
     STATETAP_ASSIGN_OR_RETURN(Client* const client, context.client());
-    return client->GetStatistics(source.job, flags.channels);
+    return client->GetStatistics(source.job, flags.where, flags.channels);
   }
-  return JoinStatistics(source.paths, flags.channels ? Channels::kYes : Channels::kNo);
+  return JoinStatistics(source.paths, flags.where, flags.channels ? Channels::kYes : Channels::kNo);
 }
 
 void PrintTable(Context& context, const v1::Statistics& statistics) {
@@ -34,7 +36,7 @@ void PrintTable(Context& context, const v1::Statistics& statistics) {
                                  Right("p50"),       Right("p99"),       Right("abs max"),
                                  Right("zero rows"), Right("non-finite")};
   const bool rounded = std::any_of(statistics.boundaries().begin(), statistics.boundaries().end(),
-                                   [](const auto& b) { return b.relative_error() > 0; });
+                                   [](const auto& b) { return b.relative_error() != 0; });
   if (rounded) columns.push_back(Right("fp8 error"));
   Table table(columns);
   for (const v1::BoundaryStatistics& boundary : statistics.boundaries()) {
@@ -45,7 +47,11 @@ void PrintTable(Context& context, const v1::Statistics& statistics) {
         FormatNumber(boundary.row_rms_p50()), FormatNumber(boundary.row_rms_p99()),
         FormatNumber(boundary.abs_max()),     FormatCount(boundary.zero_rows()),
         FormatCount(boundary.nonfinite())};
-    if (rounded) row.push_back(fmt::format("{:.2f} %", 100 * boundary.relative_error()));
+    if (rounded) {
+      row.push_back(std::isnan(boundary.relative_error())
+                        ? "unknown"
+                        : fmt::format("{:.2f} %", 100 * boundary.relative_error()));
+    }
     table.Add(row);
   }
   context.out << table.Format(context.table_width());
@@ -56,6 +62,8 @@ absl::StatusOr<int> Stats(Context& context, const StatsFlags& flags) {
   if (context.json) context.PrintJson(JsonOf(statistics));
   if (statistics.boundaries().empty())
     return absl::FailedPreconditionError("no committed shards yet, so no statistics");
+  if (!flags.where.empty() && statistics.samples() == 0)
+    return absl::FailedPreconditionError("--where holds for no stored sample");
   if (context.json) return kExitDone;
   PrintTable(context, statistics);
   for (const v1::Alarm& alarm : statistics.alarms())
@@ -74,11 +82,13 @@ Command StatsCommand() {
       "stats", "Statistics by boundary of a job or of shards here",
       "Boundary k is the residual stream after k layers, the output of layer k-1.\n\n"
       "Examples:\n  statetap stats prompts.jsonl --plot\n"
+      "  statetap stats mine --where 'source == \"toolbench\"'\n"
       "  statetap stats shards/ --json --channels > channels.json",
       [](CLI::App& app) -> Runner {
         auto flags = std::make_shared<StatsFlags>();
         app.add_option("SOURCE", flags->source, "One job, or any number of shard files and folders")
             ->required();
+        app.add_option("--where", flags->where, std::string(kWhereHelp));
         app.add_flag("--plot", flags->plot, "Draw row norms by boundary and their histograms");
         app.add_flag("--channels", flags->channels, "With --json: figures of every channel too");
         return [=](Context& context) { return Stats(context, *flags); };

@@ -1,5 +1,7 @@
 // stream: a job's samples over the network into shards here.
 #include <chrono>
+#include <map>
+#include <optional>
 #include <random>
 #include <unordered_set>
 
@@ -19,8 +21,11 @@ namespace fs = std::filesystem;
 
 struct StreamFlags {
   std::vector<std::string> jobs;
-  std::string out, group, shard_bytes = "1GiB";
-  bool no_follow = false;
+  std::string out, group, where, shard_bytes = "1GiB";
+  std::vector<int> boundaries;
+  std::optional<uint64_t> shuffle;
+  int rank = 0, world = 0;
+  bool equal_counts = false, no_follow = false;
 };
 
 // What a folder already holds of a job.
@@ -93,32 +98,39 @@ class Meter {
   int64_t samples_ = 0, bytes_ = 0;
 };
 
-// Writes what the receiver gives and acknowledges what is durable here.
+// Writes what the receiver gives, a shard at a time of each job, and acknowledges what is durable
+// here.
 class LocalCopy {
  public:
-  LocalCopy(FeatureReceiver& receiver, fs::path out, int next_shard, int64_t shard_bytes)
+  LocalCopy(FeatureReceiver& receiver, fs::path out, std::map<std::string, int> next_shards,
+            int64_t shard_bytes)
       : receiver_(receiver),
         out_(std::move(out)),
-        next_shard_(next_shard),
+        next_shards_(std::move(next_shards)),
         shard_bytes_(shard_bytes) {}
 
   absl::Status Write(const ReceivedSample& sample) {
-    if (writer_ == nullptr) {
-      STATETAP_ASSIGN_OR_RETURN(const ShardConfig config, ShardConfigOf(receiver_.header()));
-      STATETAP_ASSIGN_OR_RETURN(
-          writer_, ShardWriter::Create(out_ / ShardName(config.job, next_shard_++), config, {}));
+    std::unique_ptr<ShardWriter>& writer = open_[sample.job_index];
+    if (writer == nullptr) {
+      STATETAP_ASSIGN_OR_RETURN(const ShardConfig config,
+                                ShardConfigOf(receiver_.header_of(sample)));
+      const fs::path path = out_ / ShardName(config.job, next_shards_[config.job]++);
+      STATETAP_ASSIGN_OR_RETURN(writer, ShardWriter::Create(path, config, {.from_fp8 = true}));
     }
     const std::vector<std::span<const uint16_t>> states(sample.states.begin(), sample.states.end());
-    STATETAP_RETURN_IF_ERROR(writer_->Append(sample.record, states));
+    STATETAP_RETURN_IF_ERROR(writer->Append(sample.record, states));
     last_ = sample.sequence;
-    return writer_->states_bytes() >= shard_bytes_ ? Commit() : absl::OkStatus();
+    return writer->states_bytes() >= shard_bytes_ ? Commit() : absl::OkStatus();
   }
 
+  // All of them: an acknowledgement covers everything before it.
   absl::Status Commit() {
-    if (writer_ == nullptr) return absl::OkStatus();
-    STATETAP_RETURN_IF_ERROR(writer_->Commit().status());
-    writer_.reset();
-    ++shards_;
+    for (const auto& [job, writer] : open_) {
+      STATETAP_RETURN_IF_ERROR(writer->Commit().status());
+      ++shards_;
+    }
+    if (open_.empty()) return absl::OkStatus();
+    open_.clear();
     receiver_.Ack(last_);
     return absl::OkStatus();
   }
@@ -127,9 +139,9 @@ class LocalCopy {
  private:
   FeatureReceiver& receiver_;
   fs::path out_;
-  int next_shard_;
+  std::map<std::string, int> next_shards_;  // by job
   int64_t shard_bytes_;
-  std::unique_ptr<ShardWriter> writer_;
+  std::map<int, std::unique_ptr<ShardWriter>> open_;  // by job index
   uint64_t last_ = 0;
   int shards_ = 0;
 };
@@ -150,48 +162,97 @@ absl::Status Receive(FeatureReceiver& receiver, LocalCopy& copy, Meter& meter, P
   }
 }
 
-absl::Status StreamJob(Context& context, const StreamFlags& flags, const std::string& job,
-                       const v1::StreamStart& base, int64_t shard_bytes) {
+// What the folder has of the jobs, and whether there is nothing to show yet.
+struct Begun {
+  std::vector<std::string> jobs;  // ids
+  FeatureReceiver::Known known;
+  std::map<std::string, int> next_shards;
+  int64_t had = 0;
+  bool waits = true;
+};
+absl::StatusOr<Begun> LookAt(Client& client, const StreamFlags& flags) {
+  Begun begun;
+  for (const std::string& name : flags.jobs) {
+    STATETAP_ASSIGN_OR_RETURN(const v1::Job job, client.GetJob(name));
+    std::vector<int> boundaries = flags.boundaries;
+    if (boundaries.empty()) boundaries.assign(job.boundaries().begin(), job.boundaries().end());
+    STATETAP_ASSIGN_OR_RETURN(LocalPart part, ScanFolder(flags.out, job.id(), boundaries));
+    begun.jobs.push_back(job.id());
+    begun.next_shards[job.id()] = part.next_shard;
+    begun.had += static_cast<int64_t>(part.ids.size());
+    begun.known[job.id()] = std::move(part.ids);
+    begun.waits = begun.waits && job.counts().stored() == 0 && !IsTerminal(job.state());
+  }
+  return begun;
+}
+
+void Report(Context& context, const StreamFlags& flags, const Begun& begun, const Meter& meter,
+            const LocalCopy& copy, const std::string& group) {
+  if (context.json) {
+    context.PrintJson({{"jobs", begun.jobs},
+                       {"job", begun.jobs[0]},
+                       {"samples", meter.samples()},
+                       {"bytes", meter.bytes()},
+                       {"shards", copy.shards()},
+                       {"resumed_after", begun.had},
+                       {"group", group}});
+    return;
+  }
+  context.out << fmt::format(
+      "{}: {} into {} shard{} in {}{}\n", fmt::join(begun.jobs, ", "), meter.Describe(),
+      copy.shards(), copy.shards() == 1 ? "" : "s", flags.out,
+      begun.had > 0 ? fmt::format(" ({} were there)", FormatCount(begun.had)) : "");
+}
+
+absl::Status StreamJobs(Context& context, const StreamFlags& flags, const v1::StreamStart& base,
+                        int64_t shard_bytes) {
   STATETAP_ASSIGN_OR_RETURN(Client* const client, context.client());
-  STATETAP_ASSIGN_OR_RETURN(const v1::Job state, client->GetJob(job));
+  STATETAP_ASSIGN_OR_RETURN(const Begun begun, LookAt(*client, flags));
   v1::StreamStart start = base;
-  start.set_job(state.id());
-  std::vector<int> boundaries(start.boundaries().begin(), start.boundaries().end());
-  if (boundaries.empty()) boundaries.assign(state.boundaries().begin(), state.boundaries().end());
-  STATETAP_ASSIGN_OR_RETURN(const LocalPart part, ScanFolder(flags.out, state.id(), boundaries));
-  const size_t had = part.ids.size();
+  if (begun.jobs.size() == 1) {
+    start.set_job(begun.jobs[0]);  // as servers before several jobs have it
+  } else {
+    start.mutable_jobs()->Assign(begun.jobs.begin(), begun.jobs.end());
+  }
   const auto progress = context.MakeProgress();
   // The header comes with the first stored sample.
-  if (state.counts().stored() == 0 && !IsTerminal(state.state()))
-    progress->ShowText("waiting for the first shard");
-  STATETAP_ASSIGN_OR_RETURN(const auto receiver, FeatureReceiver::Open(*client, start, part.ids));
-  LocalCopy copy(*receiver, flags.out, part.next_shard, shard_bytes);
+  if (begun.waits) progress->ShowText("waiting for the first shard");
+  STATETAP_ASSIGN_OR_RETURN(const auto receiver,
+                            FeatureReceiver::Open(*client, start, begun.known));
+  if (const int64_t left_out = receiver->header().left_out(); left_out > 0)
+    context.Say(fmt::format("{} samples are left out, so that every rank gets as many", left_out));
+  LocalCopy copy(*receiver, flags.out, begun.next_shards, shard_bytes);
   Meter meter;
   const absl::Status received =
       Receive(*receiver, copy, meter, *progress, receiver->header().remaining());
   progress->Clear();
   const absl::Status closed = received.ok() ? receiver->Close() : absl::OkStatus();
-  if (context.json) {
-    context.PrintJson({{"job", state.id()},
-                       {"samples", meter.samples()},
-                       {"bytes", meter.bytes()},
-                       {"shards", copy.shards()},
-                       {"resumed_after", had},
-                       {"group", start.group()}});
-  } else {
-    context.out << fmt::format(
-        "{}: {} into {} shard{} in {}{}\n", state.id(), meter.Describe(), copy.shards(),
-        copy.shards() == 1 ? "" : "s", flags.out,
-        had > 0 ? fmt::format(" ({} were there)", FormatCount(static_cast<int64_t>(had))) : "");
-  }
+  Report(context, flags, begun, meter, copy, start.group());
   STATETAP_RETURN_IF_ERROR(received);
   return closed;
 }
 
+v1::StreamStart StartOf(const StreamFlags& flags, const std::string& group) {
+  v1::StreamStart start;
+  start.set_group(group);
+  start.set_follow(!flags.no_follow);
+  start.set_where(flags.where);
+  start.mutable_boundaries()->Assign(flags.boundaries.begin(), flags.boundaries.end());
+  if (flags.shuffle) {
+    start.set_order(v1::STREAM_ORDER_SHUFFLED);
+    start.set_seed(*flags.shuffle);
+  }
+  start.set_rank(flags.rank);
+  start.set_world(flags.world);
+  start.set_equal_counts(flags.equal_counts);
+  return start;
+}
+
 absl::StatusOr<int> Stream(Context& context, const StreamFlags& flags) {
   STATETAP_ASSIGN_OR_RETURN(const uint64_t shard_bytes, ParseBytes(flags.shard_bytes));
-  v1::StreamStart start;
-  start.set_follow(!flags.no_follow);
+  if (flags.world > 1 && flags.group.empty())
+    return absl::InvalidArgumentError(
+        "--world: the ranks share a group; give each the same --group");
   std::error_code error;
   fs::create_directories(flags.out, error);
   if (error)
@@ -202,10 +263,8 @@ absl::StatusOr<int> Stream(Context& context, const StreamFlags& flags) {
   if (!lock.ok())
     return WithContext(lock.status(), "--out; one stream at a time fills a folder, give another");
   STATETAP_ASSIGN_OR_RETURN(const std::string group, GroupOf(flags.out, flags.group));
-  start.set_group(group);
-  for (const std::string& job : flags.jobs)
-    STATETAP_RETURN_IF_ERROR(
-        StreamJob(context, flags, job, start, static_cast<int64_t>(shard_bytes)));
+  STATETAP_RETURN_IF_ERROR(
+      StreamJobs(context, flags, StartOf(flags, group), static_cast<int64_t>(shard_bytes)));
   return kExitDone;
 }
 
@@ -213,17 +272,30 @@ absl::StatusOr<int> Stream(Context& context, const StreamFlags& flags) {
 
 Command StreamCommand() {
   return {
-      "stream", "Receives a job's samples over the network and writes shards here",
-      "Waits for samples of a job that still runs. Run it again with the same folder and it goes "
-      "on where it stopped.\n\n"
+      "stream", "Receives stored samples over the network and writes shards here",
+      "Waits for samples of jobs that still run. Run it again with the same folder and it goes on "
+      "where it stopped. Several jobs come in one stream; their boundaries are the same, or "
+      "--boundaries names some that all have.\n\n"
       "Examples:\n  statetap stream prompts.jsonl --out copy/\n"
-      "  statetap stream JOB --out copy/ --no-follow --server trainer-node:7070",
+      "  statetap stream JOB --out copy/ --no-follow --server trainer-node:7070\n"
+      "  statetap stream A B --out copy/ --shuffle 7 --where 'split == \"train\"'\n"
+      "  statetap stream JOB --out rank3/ --group train --rank 3 --world 8",
       [](CLI::App& app) -> Runner {
         auto flags = std::make_shared<StreamFlags>();
-        app.add_option("JOB", flags->jobs, "Jobs, one after another")->required();
+        app.add_option("JOB", flags->jobs, "Jobs, in one stream")->required();
         app.add_option("--out", flags->out, "Folder for the shards")->required();
+        app.add_option("--where", flags->where, std::string(kWhereHelp));
+        app.add_option("--boundaries", flags->boundaries, "Only these, ascending, as 4,8 [all]")
+            ->delimiter(',');
+        app.add_option("--shuffle", flags->shuffle,
+                       "In an order fixed by this seed, once the jobs have ended [stored order]");
         app.add_option("--group", flags->group,
                        "Acknowledgements are kept by group [one of the folder's own]");
+        app.add_option("--rank", flags->rank, "With --world: this one's fixed part [0]");
+        app.add_option("--world", flags->world,
+                       "Number of ranks of the group that split the samples [no split]");
+        app.add_flag("--equal-counts", flags->equal_counts,
+                     "With --world: as many for each rank; the last few go to none");
         app.add_option("--shard-bytes", flags->shard_bytes,
                        "Size at which a shard is closed [1GiB]");
         app.add_flag("--no-follow", flags->no_follow, "End after what is stored now");

@@ -209,9 +209,11 @@ absl::StatusOr<v1::CheckShardsResponse> Client::CheckShards(const std::string& j
                                       options_.attempts);
 }
 
-absl::StatusOr<v1::Statistics> Client::GetStatistics(const std::string& job, bool channels) {
+absl::StatusOr<v1::Statistics> Client::GetStatistics(const std::string& job,
+                                                     const std::string& where, bool channels) {
   v1::GetStatisticsRequest request;
   request.set_job(job);
+  request.set_where(where);
   request.set_channels(channels);
   return Ask<v1::Statistics>(STATETAP_UNARY(features_, GetStatistics), request, kStatisticsDeadline,
                              options_.attempts);

@@ -71,7 +71,8 @@ class Client {
                                const std::function<absl::Status(const v1::Rejected&)>& visit);
   absl::StatusOr<v1::ListShardsResponse> ListShards(const std::string& job);
   absl::StatusOr<v1::CheckShardsResponse> CheckShards(const std::string& job);  // no deadline
-  absl::StatusOr<v1::Statistics> GetStatistics(const std::string& job, bool channels);
+  absl::StatusOr<v1::Statistics> GetStatistics(const std::string& job, const std::string& where,
+                                               bool channels);
 
   absl::StatusOr<v1::ModelDescription> DescribeModel();
   // As CreateJob, and nothing is made. `pilot` may be empty.

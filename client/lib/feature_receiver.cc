@@ -28,6 +28,11 @@ SampleRecord RecordOf(const v1::SampleHeader& from) {
   return record;
 }
 
+// Job ids have no line break.
+std::string JobAndId(std::string_view job, std::string_view id) {
+  return fmt::format("{}\n{}", job, id);
+}
+
 absl::Status Unfit(std::string_view id, std::string_view what) {
   return absl::DataLossError(fmt::format("the stream's sample \"{}\" {}", id, what));
 }
@@ -46,6 +51,7 @@ absl::Status SampleAssembler::Begin(const v1::SampleHeader& sample) {
   if (sample_.record.loss_mask.size() != tokens || tokens > kMaxTokens)
     return Unfit(sample.id(), fmt::format("has {} ids and {} mask values", tokens,
                                           sample_.record.loss_mask.size()));
+  sample_.job_index = sample.job_index();
   delivery_ = sample.delivery();
   checksum_ = sample.checksum();
   sample_.states.assign(boundaries_.size(), std::vector<uint16_t>(tokens * hidden_));
@@ -139,16 +145,21 @@ struct FeatureReceiver::Stream {
   bool finished = false;
 };
 
-FeatureReceiver::FeatureReceiver(Client& client, const v1::StreamStart& start,
-                                 const std::unordered_set<std::string>& known)
+FeatureReceiver::FeatureReceiver(Client& client, const v1::StreamStart& start, const Known& known)
     : client_(client), start_(start) {
-  for (const std::string& id : known) sequences_[id] = 0;
+  for (const auto& [job, ids] : known)
+    for (const std::string& id : ids) sequences_[JobAndId(job, id)] = 0;
+}
+
+std::string FeatureReceiver::KeyOf(const ReceivedSample& sample) const {
+  return JobAndId(header_of(sample).job(), sample.record.id);
 }
 
 FeatureReceiver::~FeatureReceiver() = default;
 
-absl::StatusOr<std::unique_ptr<FeatureReceiver>> FeatureReceiver::Open(
-    Client& client, const v1::StreamStart& start, const std::unordered_set<std::string>& known) {
+absl::StatusOr<std::unique_ptr<FeatureReceiver>> FeatureReceiver::Open(Client& client,
+                                                                       const v1::StreamStart& start,
+                                                                       const Known& known) {
   std::unique_ptr<FeatureReceiver> receiver(new FeatureReceiver(client, start, known));
   STATETAP_RETURN_IF_ERROR(receiver->Connect());
   return receiver;
@@ -168,8 +179,8 @@ absl::Status FeatureReceiver::Connect() {
   }
   if (!message.has_header())
     return absl::DataLossError("the stream does not begin with its header");
-  header_ = message.header();
-  assembler_ = std::make_unique<SampleAssembler>(header_);
+  headers_[message.header().job_index()] = message.header();
+  assembler_ = std::make_unique<SampleAssembler>(message.header());
   deliveries_.clear();
   return absl::OkStatus();
 }
@@ -203,7 +214,11 @@ absl::StatusOr<std::optional<ReceivedSample>> FeatureReceiver::Next() {
   while (true) {
     STATETAP_ASSIGN_OR_RETURN(const bool more, Read(message));
     if (!more) return std::nullopt;
-    if (message.has_sample()) {
+    if (message.has_header()) {
+      headers_[message.header().job_index()] = message.header();
+    } else if (message.has_sample()) {
+      if (!headers_.contains(message.sample().job_index()))
+        return Unfit(message.sample().id(), "came without the header of its job");
       STATETAP_RETURN_IF_ERROR(assembler_->Begin(message.sample()));
     } else if (message.has_data()) {
       STATETAP_RETURN_IF_ERROR(assembler_->Add(message.data()));
@@ -230,7 +245,7 @@ absl::StatusOr<std::optional<ReceivedSample>> FeatureReceiver::Finished() {
       assembler_->Take(start_.boundaries().empty() ? SampleAssembler::Boundaries::kAll
                                                    : SampleAssembler::Boundaries::kSubset));
   SendCredit(sample);
-  const auto [place, is_new] = sequences_.try_emplace(sample.record.id, next_sequence_);
+  const auto [place, is_new] = sequences_.try_emplace(KeyOf(sample), next_sequence_);
   deliveries_[delivery] = place->second;
   if (is_new) {
     sample.sequence = next_sequence_++;

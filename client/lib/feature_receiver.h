@@ -1,5 +1,5 @@
-// A job's stored samples over the network, whole, in stored order, through breaks of the
-// connection.
+// Stored samples of one or several jobs over the network, whole, in the stream's order, through
+// breaks of the connection.
 //
 // What was acknowledged is not sent to its group again; a receiver that comes back goes on behind
 // it. Within one receiver every sample is handed out once, whatever breaks. One thread.
@@ -21,6 +21,7 @@ namespace statetap {
 
 struct ReceivedSample {
   uint64_t sequence = 0;  // counts from 1 within the receiver; for Ack
+  int job_index = 0;      // of the stream's jobs
   SampleRecord record;
   std::vector<std::vector<uint16_t>> states;  // by boundary of the header: bf16 [tokens, hidden]
 };
@@ -60,13 +61,18 @@ absl::StatusOr<FetchedSample> FetchSample(Client& client, const std::string& job
 
 class FeatureReceiver {
  public:
-  // `known`: ids that are already had; they are acknowledged and not handed out again.
-  static absl::StatusOr<std::unique_ptr<FeatureReceiver>> Open(
-      Client& client, const v1::StreamStart& start, const std::unordered_set<std::string>& known);
+  // Ids that are already had, by job id: they are acknowledged and not handed out again.
+  using Known = std::map<std::string, std::unordered_set<std::string>>;
+  static absl::StatusOr<std::unique_ptr<FeatureReceiver>> Open(Client& client,
+                                                               const v1::StreamStart& start,
+                                                               const Known& known);
   ~FeatureReceiver();
 
-  // Without hidden size and boundaries where the job has no stored sample.
-  const v1::StreamHeader& header() const { return header_; }
+  // The first. Without hidden size and boundaries where no job has a stored sample.
+  const v1::StreamHeader& header() const { return headers_.begin()->second; }
+  const v1::StreamHeader& header_of(const ReceivedSample& sample) const {
+    return headers_.at(sample.job_index);
+  }
   // The next sample; nothing once the server has sent all. Waits; breaks are mended for as long as
   // the client's patience lasts.
   absl::StatusOr<std::optional<ReceivedSample>> Next();
@@ -79,9 +85,9 @@ class FeatureReceiver {
 
  private:
   struct Stream;
-  FeatureReceiver(Client& client, const v1::StreamStart& start,
-                  const std::unordered_set<std::string>& known);
+  FeatureReceiver(Client& client, const v1::StreamStart& start, const Known& known);
   absl::Status Connect();
+  std::string KeyOf(const ReceivedSample& sample) const;
   // A message, or nothing at the end of the job; mends breaks.
   absl::StatusOr<bool> Read(v1::StreamFeaturesResponse& message);
   // The sample that just became complete, or nothing where it was handed out before.
@@ -91,11 +97,11 @@ class FeatureReceiver {
 
   Client& client_;
   v1::StreamStart start_;
-  v1::StreamHeader header_;
+  std::map<int, v1::StreamHeader> headers_;  // by job index, as they come
   std::unique_ptr<Stream> stream_;
   std::unique_ptr<SampleAssembler> assembler_;
-  // Sequence of every sample handed out, and 0 for those known before: after a break the server
-  // sends again what it had no acknowledgement for, in an order of its own.
+  // By job and id: sequence of every sample handed out, and 0 for those known before: after a break
+  // the server sends again what it had no acknowledgement for, in an order of its own.
   std::unordered_map<std::string, uint64_t> sequences_;
   std::map<uint64_t, uint64_t>
       deliveries_;  // of this connection, not acknowledged: their sequences

@@ -1,25 +1,56 @@
 #include "extractor/shard/joined_statistics.h"
 
+#include <algorithm>
+#include <limits>
 #include <utility>
 
 namespace statetap {
+namespace {
 
-absl::Status JoinedStatistics::Add(const ShardReader& shard) {
-  STATETAP_ASSIGN_OR_RETURN(std::vector<BoundaryStatistics> more, shard.ReadStatistics());
+constexpr int64_t kPieceBytes = int64_t{4} << 20;
+
+}  // namespace
+
+absl::Status JoinedStatistics::Add(const ShardReader& shard, const SampleFilter& filter) {
   const ShardConfig& config = shard.config();
   if (statistics.empty()) {
     boundaries = config.boundaries;
-    statistics = std::move(more);
+    statistics.assign(boundaries.size(), BoundaryStatistics(config.hidden));
   } else if (config.boundaries != boundaries || config.hidden != statistics[0].hidden()) {
     return absl::FailedPreconditionError(
         fmt::format("{} has boundaries {} of {} values, others {} of {}; look at them apart",
                     shard.path().string(), fmt::join(config.boundaries, ","), config.hidden,
                     fmt::join(boundaries, ","), statistics[0].hidden()));
-  } else {
-    for (size_t b = 0; b < statistics.size(); ++b) statistics[b].Merge(more[b]);
   }
+  if (!filter.holds_for_all()) return AddSamples(shard, filter);
+  STATETAP_ASSIGN_OR_RETURN(const std::vector<BoundaryStatistics> more, shard.ReadStatistics());
+  for (size_t b = 0; b < statistics.size(); ++b) statistics[b].Merge(more[b]);
   samples += static_cast<int64_t>(shard.samples().size());
   rows += shard.rows();
+  return absl::OkStatus();
+}
+
+absl::Status JoinedStatistics::AddSamples(const ShardReader& shard, const SampleFilter& filter) {
+  const int64_t hidden = shard.config().hidden;
+  const int64_t piece_rows = std::max<int64_t>(1, kPieceBytes / (2 * hidden));
+  std::vector<uint16_t> states;
+  for (size_t i = 0; i < shard.samples().size(); ++i) {
+    STATETAP_ASSIGN_OR_RETURN(const SampleRecord record, shard.ReadRecord(static_cast<int64_t>(i)));
+    if (!filter.Holds(FactsOf(record))) continue;
+    const SampleEntry& entry = shard.samples()[i];
+    for (size_t b = 0; b < statistics.size(); ++b) {
+      for (int64_t row = 0; row < entry.rows; row += piece_rows) {
+        states.resize(static_cast<size_t>(std::min(piece_rows, entry.rows - row) * hidden));
+        STATETAP_RETURN_IF_ERROR(
+            shard.ReadStates(static_cast<int>(b), entry.first_row + row, states));
+        statistics[b].Add(states);
+      }
+      if (shard.config().dtype == StatesDtype::kFp8)
+        statistics[b].squared_error = std::numeric_limits<double>::quiet_NaN();
+    }
+    ++samples;
+    rows += entry.rows;
+  }
   return absl::OkStatus();
 }
 

@@ -188,7 +188,8 @@ absl::Status Writer::Store(const SampleRecord& sample,
   Run(tasks, tokens * 2 * config_.hidden * static_cast<int64_t>(states.size()));
   for (const absl::Status& status : statuses) STATETAP_RETURN_IF_ERROR(status);
   for (size_t i = 0; i < encoded_.size(); ++i)
-    statistics_[i].squared_error += encoded_[i].squared_error;
+    statistics_[i].squared_error +=
+        options_.from_fp8 ? std::numeric_limits<double>::quiet_NaN() : encoded_[i].squared_error;
   return absl::OkStatus();
 }
 

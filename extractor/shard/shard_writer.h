@@ -73,8 +73,11 @@ class ShardWriter {
     // Of the states. 0: about 1 MiB. Other values are rounded up until a chunk is a multiple of
     // 4 KiB.
     int rows_per_chunk = 0;
-    ReadBack read_back = ReadBack::kSome;             // what Commit compares with its checksums
-    Statistics statistics = Statistics::kCompute;     // left out: /stats with count 0
+    ReadBack read_back = ReadBack::kSome;          // what Commit compares with its checksums
+    Statistics statistics = Statistics::kCompute;  // left out: /stats with count 0
+    // kFp8: the states given come out of fp8. How far they are from the captured ones is not known
+    // here: the error in the statistics is NaN.
+    bool from_fp8 = false;
     std::vector<BoundaryStatistics> kept_statistics;  // kNone: by boundary, of the former states
   };
   // `path` ends in ".h5"; "<path>.partial" is written until Commit. ALREADY_EXISTS where `path` is

@@ -62,7 +62,6 @@ absl::Status FeatureStream::CheckJobs() const {
 }
 
 absl::Status FeatureStream::SendAll(const FeatureOutlet& outlet) {
-  STATETAP_ASSIGN_OR_RETURN(description_, order_.Describe());
   for (size_t job = 0; job < parts_.size(); ++job) STATETAP_RETURN_IF_ERROR(Learn(job));
   int64_t samples = 0;
   while (true) {
@@ -167,6 +166,11 @@ absl::Status FeatureStream::Agree(size_t job) {
 
 absl::Status FeatureStream::SendHeader(size_t job, const FeatureOutlet& outlet) {
   JobPart& part = parts_[job];
+  const bool is_first =
+      std::ranges::none_of(parts_, [](const JobPart& other) { return other.announced; });
+  if (is_first) {
+    STATETAP_ASSIGN_OR_RETURN(description_, order_.Describe());
+  }
   part.announced = true;
   v1::StreamFeaturesResponse message;
   message.mutable_header()->set_job(Job(job).id);

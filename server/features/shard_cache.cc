@@ -73,17 +73,31 @@ absl::StatusOr<std::shared_ptr<const ShardReader>> ShardCache::OpenAnew(
   return std::shared_ptr<const ShardReader>(std::move(reader));
 }
 
-absl::StatusOr<ShardCache::Joined> ShardCache::Statistics(const JobRecord& job) {
+absl::StatusOr<JoinedStatistics> ShardCache::Statistics(const JobRecord& job,
+                                                        const SampleFilter& where,
+                                                        const std::function<bool()>& cancelled) {
   STATETAP_ASSIGN_OR_RETURN(const std::vector<ShardRow> shards, store_.Shards(job.key));
+  const auto add = [&](JoinedStatistics& joined, const ShardRow& shard) -> absl::Status {
+    STATETAP_ASSIGN_OR_RETURN(const auto reader, Open(shard));
+    const absl::Status added = joined.Add(*reader, where);
+    // Shards of one job are alike, or one of them is not what the store says.
+    return absl::IsFailedPrecondition(added) && !shard.evicted
+               ? absl::DataLossError(added.message())
+               : added;
+  };
+  if (!where.holds_for_all()) {
+    JoinedStatistics joined;
+    for (const ShardRow& shard : shards) {
+      if (cancelled != nullptr && cancelled()) return absl::CancelledError("the caller has gone");
+      STATETAP_RETURN_IF_ERROR(add(joined, shard));
+    }
+    return joined;
+  }
   const std::lock_guard lock(statistics_mutex_);
   Joined& joined = joined_[job.key];
   for (const ShardRow& shard : shards) {
     if (shard.seq <= joined.last_seq) continue;
-    STATETAP_ASSIGN_OR_RETURN(const auto reader, Open(shard));
-    const absl::Status added = joined.Add(*reader);
-    // Shards of one job are alike, or one of them is not what the store says.
-    if (absl::IsFailedPrecondition(added)) return absl::DataLossError(added.message());
-    STATETAP_RETURN_IF_ERROR(added);
+    STATETAP_RETURN_IF_ERROR(add(joined, shard));
     joined.last_seq = shard.seq;
   }
   return joined;

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <list>
 #include <map>
 #include <memory>
@@ -37,13 +38,15 @@ class ShardCache {
   // Past the cache: what is on disk now.
   absl::StatusOr<std::shared_ptr<const ShardReader>> OpenAnew(const ShardRow& shard) const;
 
+  // Statistics of the job's shards so far, in the order written: a shard is read once. Of some
+  // samples their states are read anew, each time; CANCELLED once `cancelled` says so.
+  absl::StatusOr<JoinedStatistics> Statistics(const JobRecord& job, const SampleFilter& where = {},
+                                              const std::function<bool()>& cancelled = nullptr);
+
+ private:
   struct Joined : JoinedStatistics {
     int64_t last_seq = 0;
   };
-  // Statistics of the job's shards so far, in the order written: a shard is read once.
-  absl::StatusOr<Joined> Statistics(const JobRecord& job);
-
- private:
   struct Entry {
     std::string path;
     std::shared_ptr<const ShardReader> reader;

@@ -20,6 +20,6 @@ v1::Job ToProto(const JobRecord& job, const JobRunner::Live& live, const ServedM
 v1::Sample ToProtoSample(const SampleListing& listing, std::string_view shard_name);
 v1::Rejected ToProtoRejected(const SampleListing& listing);
 v1::Shard ToProto(const ShardRow& shard, const ShardFolders& folders);
-v1::Statistics ToProto(const ShardCache::Joined& joined, Channels channels);
+v1::Statistics ToProto(const JoinedStatistics& joined, Channels channels);
 
 }  // namespace statetap

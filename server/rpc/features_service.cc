@@ -109,12 +109,15 @@ grpc::Status FeaturesService::ListShards(grpc::ServerContext*, const v1::ListSha
   return grpc::Status::OK;
 }
 
-grpc::Status FeaturesService::GetStatistics(grpc::ServerContext*,
+grpc::Status FeaturesService::GetStatistics(grpc::ServerContext* call,
                                             const v1::GetStatisticsRequest* request,
                                             v1::Statistics* response) {
   const absl::StatusOr<JobRecord> job = context_.store.GetJob(request->job());
   if (!job.ok()) return ToGrpc(job.status());
-  const absl::StatusOr<ShardCache::Joined> joined = context_.shards.Statistics(*job);
+  const absl::StatusOr<SampleFilter> where = SampleFilter::Parse(request->where());
+  if (!where.ok()) return ToGrpc(WithContext(where.status(), "where"));
+  const absl::StatusOr<JoinedStatistics> joined =
+      context_.shards.Statistics(*job, *where, [call] { return call->IsCancelled(); });
   if (!joined.ok()) return ToGrpc(joined.status());
   *response = ToProto(*joined, request->channels() ? Channels::kYes : Channels::kNo);
   return grpc::Status::OK;

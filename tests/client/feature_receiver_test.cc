@@ -104,7 +104,8 @@ TEST_F(FeatureReceiverTest, ComesBackBehindWhatWasAcknowledged) {
 }
 
 TEST_F(FeatureReceiverTest, KnownSamplesAreAcknowledgedAndNotHandedOut) {
-  ASSERT_OK_AND_ASSIGN(const auto receiver, FeatureReceiver::Open(*client_, start_, {"s0", "s1"}));
+  ASSERT_OK_AND_ASSIGN(const auto receiver,
+                       FeatureReceiver::Open(*client_, start_, {{"job-1", {"s0", "s1"}}}));
   EXPECT_EQ(Drain(*receiver), (std::vector<std::string>{"s2", "s3", "s4"}));
   EXPECT_EQ(receiver->skipped(), 2);
   ASSERT_OK(receiver->Close());

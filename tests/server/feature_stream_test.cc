@@ -436,7 +436,7 @@ TEST_F(FeatureStreamTest, FollowsARunningJobToItsEnd) {
 }
 
 TEST_F(FeatureStreamTest, JoinedStatisticsCoverEveryShard) {
-  ASSERT_OK_AND_ASSIGN(const ShardCache::Joined joined, shards_->Statistics(job_));
+  ASSERT_OK_AND_ASSIGN(const JoinedStatistics joined, shards_->Statistics(job_));
   EXPECT_EQ(joined.samples, 12);
   EXPECT_EQ(joined.rows, 12 * 20);
   ASSERT_EQ(joined.statistics.size(), 4u);
