@@ -101,6 +101,12 @@ std::string RefuseNegative(const std::string& text) {
   return text.starts_with("-") ? fmt::format("{} is negative; give 0 or more", text) : "";
 }
 
+std::string AtLeastOne(const std::string& text) {
+  const bool is_number = !text.empty() && text.find_first_not_of("0123456789") == std::string::npos;
+  const bool is_zero = text.find_first_not_of('0') == std::string::npos;
+  return is_number && !is_zero ? "" : fmt::format("{} is not possible; give 1 or more", text);
+}
+
 std::vector<Command> AllCommands() {
   std::vector<Command> commands = {SubmitCommand(), EstimateCommand()};
   const auto add = [&](std::vector<Command> more) {

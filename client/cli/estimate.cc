@@ -38,6 +38,10 @@ void Print(Context& context, const v1::EstimateResponse& response) {
   } else if (response.pilot_answers() > 0) {
     context.out << fmt::format("lengths of answers by source from {} answers\n",
                                FormatCount(response.pilot_answers()));
+    if (response.pilot_capped() > 0)
+      context.out << fmt::format(
+          "{} of them ended at the pilot's limit: under longer limits this is a lower bound\n",
+          FormatCount(response.pilot_capped()));
   }
   if (response.tokens_per_second() > 0)
     context.out << fmt::format("{} tok/s as measured on {}\n",

@@ -87,8 +87,8 @@ std::string BashCompletion(const CLI::App& root) {
   case $command in
     "") words="{1}" ;;
 {2}  esac
-  COMPREPLY=($(compgen -W "$words {3}" -- "$current"))
-  if [ -n "$command" ]; then COMPREPLY+=($(compgen -f -- "$current")); fi
+  mapfile -t COMPREPLY < <(compgen -W "$words {3}" -- "$current"
+    if [ -n "$command" ]; then compgen -f -- "$current"; fi)
 }}
 complete -o filenames -F _statetap statetap
 )",

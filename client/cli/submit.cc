@@ -181,9 +181,14 @@ absl::StatusOr<v1::Job> CaptureAgain(Context& context, Client& client, const std
         "--mode generate: --from captures tokens that are there; to answer the prompts again, "
         "submit their file again");
   STATETAP_ASSIGN_OR_RETURN(const v1::Job source, client.GetJob(from));
-  if (source.counts().stored() == source.counts().excluded())
+  if (const auto& counts = source.counts(); counts.stored() == counts.excluded()) {
     return absl::FailedPreconditionError(
-        fmt::format("job {} has no stored samples to take tokens from", source.id()));
+        counts.stored() == 0
+            ? fmt::format("job {} has no stored samples to take tokens from", source.id())
+            : fmt::format("all {} stored samples of job {} are excluded; take some in again with "
+                          "`statetap exclude {} --where … --undo`",
+                          counts.stored(), source.id(), source.id()));
+  }
   options.set_mode(v1::JOB_MODE_PREFILL);
   if (options.name().empty()) options.set_name(source.name() + " again");
   if (options.max_length() == 0) options.set_max_length(source.options().max_length());
@@ -348,7 +353,7 @@ Command SubmitCommand() {
         app.add_option("--sample", flags->sample,
                        "Take N of the samples, of each source its share; fewer are always "
                        "among more")
-            ->check(CLI::PositiveNumber);
+            ->check(AtLeastOne);
         app.add_option("--sample-seed", flags->sample_seed, "Of the choice [0]")
             ->check(RefuseNegative);
         app.add_flag("--wait", flags->wait, "Show progress and exit as the job ends");

@@ -18,7 +18,9 @@ void SampleChoice::Add(const v1::SampleInput& sample) {
   Xxh3 hash;
   hash.Update(std::as_bytes(std::span(&seed_, 1)));
   hash.Update(std::as_bytes(std::span(key)));
-  by_source_[sample.source()].push_back({lines_++, hash.Digest()});
+  const int64_t line = lines_++;
+  if (!sample.id().empty() && !ids_.insert(sample.id()).second) return;
+  by_source_[sample.source()].push_back({line, hash.Digest()});
 }
 
 std::vector<bool> SampleChoice::Choose(int64_t count) const {

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <map>
 #include <string>
+#include <unordered_set>
 #include <vector>
 
 #include "statetap/v1/jobs.pb.h"
@@ -14,7 +15,8 @@ namespace statetap {
 class SampleChoice {
  public:
   explicit SampleChoice(uint64_t seed) : seed_(seed) {}
-  // In the order of the lines. A sample is known by its id or, without one, by its content.
+  // In the order of the lines. A sample is known by its id or, without one, by its content. A line
+  // that repeats an id is the same sample again and is never chosen.
   void Add(const v1::SampleInput& sample);
   // [line] of those added: whether it is taken. All of them where there are fewer than `count`.
   // A source's samples stand at (k + 1/2) / n of the way, k by hash; the first `count` of all are
@@ -28,6 +30,7 @@ class SampleChoice {
   };
   uint64_t seed_;
   int64_t lines_ = 0;
+  std::unordered_set<std::string> ids_;
   std::map<std::string, std::vector<Line>> by_source_;
 };
 

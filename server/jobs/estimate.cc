@@ -36,6 +36,7 @@ absl::StatusOr<AnswerLengths> AnswerLengths::OfJob(const JobStore& store, const 
     for (const SampleListing& listing : page) {
       if (listing.stored.generated == 0) continue;
       lengths.all_.lengths.push_back(listing.stored.generated);
+      lengths.capped_ += listing.stored.finish == "length" ? 1 : 0;
       lengths.by_source_[listing.sample.source].lengths.push_back(listing.stored.generated);
     }
     if (static_cast<int64_t>(page.size()) < kPage) break;
@@ -172,6 +173,7 @@ absl::StatusOr<v1::EstimateResponse> Estimator::Finish(int64_t free_bytes) const
     *response.add_by_max_length() = at(static_cast<int32_t>(length));
   *response.add_by_max_length() = at(model_->max_seq_len);
   response.set_pilot_answers(lengths_ ? lengths_->answers() : 0);
+  response.set_pilot_capped(lengths_ ? lengths_->capped() : 0);
   response.set_free_bytes(free_bytes);
   return response;
 }

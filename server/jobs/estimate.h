@@ -26,6 +26,7 @@ class AnswerLengths {
   };
   Expected Of(const std::string& source, int64_t room) const;
   int64_t answers() const { return static_cast<int64_t>(all_.lengths.size()); }
+  int64_t capped() const { return capped_; }  // of them, those that ended at a limit
 
  private:
   struct Lengths {
@@ -34,6 +35,7 @@ class AnswerLengths {
     void Sort();
     Expected At(int64_t room) const;
   };
+  int64_t capped_ = 0;
   Lengths all_;
   std::map<std::string, Lengths> by_source_;
 };

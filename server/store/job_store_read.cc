@@ -133,7 +133,7 @@ absl::StatusOr<JobRecord> JobStore::GetJob(int64_t key) const {
   STATETAP_RETURN_IF_ERROR(read_.Query(
       sql, [&](const SqlRow& row) { found = ReadJob(row); }, key));
   if (found) return *std::move(found);
-  return absl::NotFoundError(fmt::format("job {} is gone", key));
+  return absl::NotFoundError("the job was deleted");
 }
 
 absl::StatusOr<std::vector<JobRecord>> JobStore::ListJobs() const {

@@ -60,5 +60,17 @@ TEST(SampleChoiceTest, TheSeedDecidesAndTheOrderOfLinesDoesNot) {
   EXPECT_EQ(mirrored, forward.Choose(7));
 }
 
+TEST(SampleChoiceTest, ARepeatedLineIsTheSameSampleAndTakesNoPlace) {
+  SampleChoice choice(0);
+  for (int i = 0; i < 40; ++i) {
+    v1::SampleInput sample;
+    sample.set_id(std::to_string(i / 2));
+    choice.Add(sample);
+  }
+  const std::vector<bool> chosen = choice.Choose(10);
+  EXPECT_EQ(std::count(chosen.begin(), chosen.end(), true), 10);
+  for (size_t i = 1; i < chosen.size(); i += 2) EXPECT_FALSE(chosen[i]) << i;
+}
+
 }  // namespace
 }  // namespace statetap

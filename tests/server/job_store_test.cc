@@ -153,7 +153,7 @@ TEST_F(JobStoreTest, UnpublishedUploadLeavesNothing) {
   ASSERT_OK_AND_ASSIGN(const auto jobs, store_->ListJobs());
   EXPECT_TRUE(jobs.empty());
   Reopen();
-  EXPECT_THAT(store_->GetJob(key), StatusIs(absl::StatusCode::kNotFound, "gone"));
+  EXPECT_THAT(store_->GetJob(key), StatusIs(absl::StatusCode::kNotFound, "deleted"));
 }
 
 // As an upload that was refused, and one that was there already: 40 MB of ids.
@@ -173,7 +173,7 @@ TEST_F(JobStoreTest, UploadThatIsGivenUpLeavesNoLargeLog) {
       ASSERT_OK(store_->PublishJob(key, "large", "o", NoDifference));
     } else {
       ASSERT_OK(store_->AbandonJob(key));
-      EXPECT_THAT(store_->GetJob(key), StatusIs(absl::StatusCode::kNotFound, "gone"));
+      EXPECT_THAT(store_->GetJob(key), StatusIs(absl::StatusCode::kNotFound, "deleted"));
     }
   }
   EXPECT_LT(log_bytes(), size_t{1} << 20);
@@ -258,7 +258,7 @@ TEST_F(JobStoreTest, DeletedJobsAreDoomedUntilTheirFilesAreGone) {
   ASSERT_OK_AND_ASSIGN(const JobRecord job, Publish({Sample("a"), Sample("b")}));
   ASSERT_OK(Commit(job.key, {0}));
   ASSERT_OK(store_->DeleteJob(job.key));
-  EXPECT_THAT(store_->GetJob(job.key), StatusIs(absl::StatusCode::kNotFound, "gone"));
+  EXPECT_THAT(store_->GetJob(job.key), StatusIs(absl::StatusCode::kNotFound, "deleted"));
   Reopen();
   ASSERT_OK_AND_ASSIGN(const auto doomed, store_->Doomed());
   EXPECT_THAT(doomed, ::testing::ElementsAre(job.id));
