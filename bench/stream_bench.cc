@@ -25,7 +25,6 @@
 #include <filesystem>
 #include <memory>
 #include <optional>
-#include <random>
 #include <string>
 #include <vector>
 
@@ -33,8 +32,8 @@
 #include "client/lib/feature_receiver.h"
 #include "extractor/base/file.h"
 #include "extractor/base/mapped_file.h"
-#include "server/store/job_store.h"
 #include "tests/support/server_process.h"
+#include "tests/support/stored_job.h"
 
 namespace statetap::bench {
 namespace {
@@ -53,65 +52,6 @@ constexpr int kOpenSamples = 25'000;
 
 double SecondsSince(Clock::time_point begin) {
   return std::chrono::duration<double>(Clock::now() - begin).count();
-}
-
-// A job of `samples` samples of `tokens` tokens in one shard, as the server leaves it.
-struct JobShape {
-  std::string name;
-  int samples, tokens, hidden;
-  std::vector<int> boundaries;
-};
-absl::StatusOr<fs::path> StoreJob(const fs::path& data, const JobShape& shape) {
-  STATETAP_ASSIGN_OR_RETURN(const auto store, JobStore::Open(data / "statetap.db", {}));
-  STATETAP_ASSIGN_OR_RETURN(const int64_t key, store->CreateJob({.weight_digest = "bench"}));
-  std::vector<SampleRow> rows(static_cast<size_t>(shape.samples));
-  for (size_t i = 0; i < rows.size(); ++i) {
-    rows[i].index = static_cast<int64_t>(i);
-    rows[i].id = fmt::format("sample-{:05}", i);
-    rows[i].digest = rows[i].id;
-    rows[i].ids.assign(static_cast<size_t>(shape.tokens), 7);
-    rows[i].prompt_tokens = shape.tokens;
-  }
-  STATETAP_RETURN_IF_ERROR(store->AddSamples(key, rows).status());
-  STATETAP_ASSIGN_OR_RETURN(const auto published,
-                            store->PublishJob(key, shape.name, "", [](auto) { return ""; }));
-  const fs::path path = data / "shards" / published.job.id / "shard-000001.h5";
-  fs::create_directories(path.parent_path());
-  ShardConfig config;
-  config.job = published.job.id;
-  config.hidden = shape.hidden;
-  config.layers = 61;
-  config.boundaries = shape.boundaries;
-  STATETAP_ASSIGN_OR_RETURN(
-      const auto writer,
-      ShardWriter::Create(path, config, {.statistics = ShardWriter::Statistics::kLeaveOut}));
-  std::mt19937 random(1);
-  std::vector<uint16_t> states(static_cast<size_t>(shape.tokens * shape.hidden));
-  for (uint16_t& value : states) value = static_cast<uint16_t>((random() & 0x83ff) | 0x3c00);
-  const std::vector<std::span<const uint16_t>> all(shape.boundaries.size(), states);
-  std::vector<StoredSample> stored;
-  for (const SampleRow& row : rows) {
-    SampleRecord record;
-    record.id = row.id;
-    record.input_ids = row.ids;
-    record.loss_mask.assign(row.ids.size(), 1);
-    record.finish_reason = "prefill";
-    record.source_index = row.index;
-    STATETAP_RETURN_IF_ERROR(writer->Append(record, all));
-    stored.push_back({.index = row.index,
-                      .position = row.index,
-                      .row = row.index * shape.tokens,
-                      .rows = shape.tokens,
-                      .finish = "prefill"});
-  }
-  STATETAP_ASSIGN_OR_RETURN(const auto digest, writer->Commit());
-  (void)digest;
-  STATETAP_RETURN_IF_ERROR(store->CommitShard(
-      key,
-      {1, fs::relative(path, data).string(), shape.samples, int64_t{shape.samples} * shape.tokens,
-       static_cast<int64_t>(fs::file_size(path)), ""},
-      stored));
-  return path;
 }
 
 // A program that prints a line once it serves: its port and process id.
@@ -190,10 +130,11 @@ class StreamBench {
     const fs::path data = folder_ / "data";
     fs::create_directories(data);
     STATETAP_ASSIGN_OR_RETURN(
-        shard_,
-        StoreJob(data, {"bench", options_.samples, options_.tokens, kHidden, {2, 30, 58, 61}}));
+        shard_, testing::StoreJob(
+                    data, {"bench", options_.samples, options_.tokens, kHidden, {2, 30, 58, 61}}));
     if (Wanted("open"))
-      STATETAP_RETURN_IF_ERROR(StoreJob(data, {"many", kOpenSamples, 16, 64, {2}}).status());
+      STATETAP_RETURN_IF_ERROR(
+          testing::StoreJob(data, {"many", kOpenSamples, 16, 64, {2}}).status());
     STATETAP_RETURN_IF_ERROR(StartServer());
     const auto ours = [this] { return ReadStream(); };
     if (Wanted("stream")) {

@@ -128,6 +128,11 @@ def read_shards(folder):
     return samples
 
 
+def read_shards_of(path):
+    with h5py.File(path, "r") as file:
+        return [i.decode() for i in file["samples/id"][:]]
+
+
 class WholeJobTest(unittest.TestCase):
     @classmethod
     def setUpClass(cls):
@@ -393,8 +398,64 @@ class LifeTest(unittest.TestCase):
         self.assertEqual(self.server.json("show", "where")["counts"]["excluded"], 5)
         self.server.cli("stream", "where", "--out", work / "without")
         self.assertEqual(set(read_shards(work / "without")), {f"q{i}" for i in range(20)} - expected)
+        statistics = self.server.json("stats", "where", "--where", where)
+        self.assertEqual(statistics["samples"], 5)
+        self.assertEqual(statistics["rows"], sum(sample["tokens"] for sample in listed))
+        local = json.loads(self.server.cli("stats", job["shards_path"], "--where", where, "--json").stdout)
+        self.assertEqual(local["boundaries"], statistics["boundaries"])
+        self.server.cli("exclude", "where", "--where", where, "--undo")
+        self.server.cli("stream", "where", "--out", work / "where", "--where", where)
+        self.assertEqual(set(read_shards(work / "where")), expected)
         bad = self.server.cli("samples", "where", "--where", "sauce == 3", expect=2)
         self.assertIn("a field (id, source", bad.stderr)
+
+    def test_several_jobs_come_in_one_stream(self):
+        first, second = self.submit("one"), self.submit("two", "--seed", 5)
+        out = work / "both"
+        told = self.server.json("stream", "one", "two", "--out", out, "--shuffle", 3)
+        self.assertEqual(told["jobs"], [first["id"], second["id"]])
+        self.assertEqual(told["samples"], 40)
+        for job in (first, second):
+            copies = work / job["name"]
+            copies.mkdir()
+            for path in out.glob(f"{job['id']}-*.h5"):
+                path.rename(copies / path.name)
+            received, stored = read_shards(copies), read_shards(job["shards_path"])
+            self.assertEqual(set(received), set(stored))
+            for sample in stored:
+                np.testing.assert_array_equal(received[sample][8], stored[sample][8])
+        parts = []
+        for rank in range(3):
+            self.server.cli("stream", "one", "two", "--out", work / f"rank{rank}", "--group", "ranks", "--rank", rank, "--world", 3,
+                            "--equal-counts")
+            parts.append(sum(len(read_shards_of(path)) for path in (work / f"rank{rank}").glob("*.h5")))
+        self.assertEqual(parts, [13, 13, 13])
+        self.server.cli("submit", "--from", "one", "--taps", "1,6", "--name", "others", "--wait")
+        refused = self.server.cli("stream", "one", "others", "--out", work / "mixed", expect=2)
+        self.assertIn("choose of those they share (8)", refused.stderr)
+        self.server.cli("stream", "one", "others", "--out", work / "mixed", "--boundaries", 8)
+        self.assertEqual(len(list((work / "mixed").glob("*.h5"))), 2)
+
+    def test_a_stock_client_fetches_any_samples(self):
+        job = self.submit("fetched")
+        stored = read_shards(job["shards_path"])
+        features = features_pb2_grpc.FeaturesStub(self.server.channel)
+        wanted = list(stored)[::-3]
+        for request in (features_pb2.GetSamplesRequest(job="fetched", ids=wanted, boundaries=[8]),
+                        features_pb2.GetSamplesRequest(job="fetched", rows=[list(stored).index(i) for i in wanted], boundaries=[8])):
+            states, ids = {}, []
+            for message in features.GetSamples(request):
+                if message.HasField("sample"):
+                    ids.append(message.sample.id)
+                    states[ids[-1]] = b""
+                if message.HasField("data"):
+                    states[ids[-1]] += message.data.states
+            self.assertEqual(ids, wanted)
+            for sample, raw in states.items():
+                bits = np.frombuffer(raw, np.uint16).astype(np.uint32) << 16
+                np.testing.assert_array_equal(bits.view(np.float32).reshape(-1, HIDDEN), stored[sample][8])
+        description = features.DescribeStream(features_pb2.StreamStart(job="fetched", world=8, rank=7))
+        self.assertEqual((description.samples, description.complete), (2, True))
 
     def test_fp8_halves_the_states_and_reads_everywhere(self):
         exact = read_shards(self.submit("bf16")["shards_path"])
@@ -413,6 +474,7 @@ class LifeTest(unittest.TestCase):
         self.server.cli("stream", "fp8", "--out", work / "fp8")
         copied = self.server.cli("check", work / "fp8")
         self.assertIn("1 of 1 shards verified", copied.stdout)
+        self.assertIn("unknown", self.server.cli("stats", work / "fp8").stdout)
 
     def test_a_pilot_is_a_part_of_the_whole_and_foretells_it(self):
         ids = {}

@@ -60,6 +60,7 @@ class ServerProcess {
     }
     return "";
   }
+  int id() const { return pid_; }
   void Signal(int number) { kill(pid_, number); }
   // The exit code; 128 + signal where one ended it.
   int WaitForExit() {
