@@ -308,10 +308,10 @@ class StreamBench {
 absl::Status Prepare(const fs::path& folder, const Options& options) {
   fs::create_directories(folder / "data");
   STATETAP_RETURN_IF_ERROR(
-      StoreJob(folder / "data",
-               {"bench", options.samples, options.tokens, kHidden, {2, 30, 58, 61}})
+      testing::StoreJob(folder / "data",
+                        {"bench", options.samples, options.tokens, kHidden, {2, 30, 58, 61}})
           .status());
-  return StoreJob(folder / "data", {"many", kOpenSamples, 16, 64, {2}}).status();
+  return testing::StoreJob(folder / "data", {"many", kOpenSamples, 16, 64, {2}}).status();
 }
 
 // For python_bench: the case `receiver` on a server that runs; prints seconds and bytes.
