@@ -1,72 +1,9 @@
-// export, vocab-map: files for trainers. The Python package writes them
-// (docs/decisions/exporters.md): whoever trains has Python, and torch's and Arrow's files have
-// their libraries there. These commands are its command line.
-#include <spawn.h>
-#include <sys/wait.h>
-
-#include <cerrno>
-#include <cstdlib>
-#include <cstring>
-
+// export, vocab-map: files for trainers, by the Python package (docs/decisions/exporters.md).
 #include "client/cli/commands.h"
-
-extern char** environ;
+#include "client/cli/python_package.h"
 
 namespace statetap {
 namespace {
-
-std::string Python() {
-  const char* named = std::getenv("STATETAP_PYTHON");
-  return named != nullptr && *named != '\0' ? named : "python3";
-}
-
-// Runs the program and waits; its exit code. FAILED_PRECONDITION where it cannot be started.
-absl::StatusOr<int> RunProgram(const std::vector<std::string>& words) {
-  std::vector<char*> arguments;
-  for (const std::string& word : words) arguments.push_back(const_cast<char*>(word.c_str()));
-  arguments.push_back(nullptr);
-  pid_t child = 0;
-  if (const int error =
-          posix_spawnp(&child, arguments[0], nullptr, nullptr, arguments.data(), environ);
-      error != 0)
-    return absl::FailedPreconditionError(
-        fmt::format("cannot run {}: {}; STATETAP_PYTHON names the interpreter that has the "
-                    "package statetap",
-                    words[0], std::strerror(error)));
-  int status = 0;
-  while (waitpid(child, &status, 0) < 0 && errno == EINTR) {
-  }
-  return WIFEXITED(status) ? WEXITSTATUS(status) : kExitFailed;
-}
-
-// The command line again, as the package takes it.
-void AppendOptions(const CLI::App& app, std::vector<std::string>& words) {
-  for (const CLI::Option* option : app.get_options()) {
-    if (option->count() == 0) continue;
-    for (const std::string& value : option->results()) {
-      if (!option->get_lnames().empty()) words.push_back("--" + option->get_lnames().front());
-      if (option->get_items_expected_max() > 0) words.push_back(value);
-    }
-  }
-}
-
-absl::StatusOr<int> RunPackage(Context& context, const CLI::App& app) {
-  constexpr std::string_view kLook =
-      "import importlib.util, sys; sys.exit(importlib.util.find_spec('statetap') is None)";
-  STATETAP_ASSIGN_OR_RETURN(const int missing, RunProgram({Python(), "-c", std::string(kLook)}));
-  if (missing != 0)
-    return absl::FailedPreconditionError(
-        fmt::format("{} has no package statetap, which writes trainers' files: {} -m pip install "
-                    "./client/python, or name another interpreter with STATETAP_PYTHON",
-                    Python(), Python()));
-  std::vector<std::string> words = {Python(), "-m", "statetap.export", app.get_name()};
-  AppendOptions(app, words);
-  words.insert(words.end(), {"--server", context.server});
-  if (context.json) words.push_back("--json");
-  if (context.quiet) words.push_back("--quiet");
-  context.out.flush();
-  return RunProgram(words);
-}
 
 void AddOption(CLI::App& app, const std::string& name, const std::string& help) {
   app.add_option(name)->description(help)->expected(1);
@@ -107,7 +44,9 @@ std::vector<Command> ExportCommands() {
          AddOption(app, "--draft-vocab", "Writes the vocabulary map of this size, too");
          AddFlag(app, "--rows-only", "speculators: rows and counts, states come from the server");
          AddFlag(app, "--flat", "head: the text model's config at the top level, for SpecForge");
-         return [&app, sources](Context& context) { return RunPackage(context, app); };
+         return [&app, sources](Context& context) {
+           return RunPackage(context, app, "statetap.export", app.get_name());
+         };
        }},
       {"vocab-map", "Makes d2t and t2d from the supervised tokens",
        "Needs the Python package (pip install ./client/python).\n\n"
@@ -121,7 +60,9 @@ std::vector<Command> ExportCommands() {
              ->multi_option_policy(CLI::MultiOptionPolicy::TakeAll);
          AddFlag(app, "--report", "Shares that maps of several sizes cover, by source");
          AddOption(app, "--against", "An earlier map: how far a new one differs");
-         return [&app, sources](Context& context) { return RunPackage(context, app); };
+         return [&app, sources](Context& context) {
+           return RunPackage(context, app, "statetap.export", app.get_name());
+         };
        }}};
 }
 

@@ -6,6 +6,7 @@
 #include "client/cli/format.h"
 #include "client/cli/local_shards.h"
 #include "client/cli/plot.h"
+#include "client/cli/python_package.h"
 #include "client/cli/table.h"
 #include "client/cli/text_width.h"
 #include "client/lib/proto_json.h"
@@ -15,7 +16,7 @@ namespace {
 
 struct StatsFlags {
   std::vector<std::string> source;
-  std::string where;
+  std::string where, as, model;
   bool plot = false, channels = false;
 };
 
@@ -83,7 +84,8 @@ Command StatsCommand() {
       "Boundary k is the residual stream after k layers, the output of layer k-1.\n\n"
       "Examples:\n  statetap stats prompts.jsonl --plot\n"
       "  statetap stats mine --where 'source == \"toolbench\"'\n"
-      "  statetap stats shards/ --json --channels > channels.json",
+      "  statetap stats shards/ --json --channels > channels.json\n"
+      "  statetap stats --as speculators data/ --model models/tiny-kimi",
       [](CLI::App& app) -> Runner {
         auto flags = std::make_shared<StatsFlags>();
         app.add_option("SOURCE", flags->source, "One job, or any number of shard files and folders")
@@ -91,7 +93,16 @@ Command StatsCommand() {
         app.add_option("--where", flags->where, std::string(kWhereHelp));
         app.add_flag("--plot", flags->plot, "Draw row norms by boundary and their histograms");
         app.add_flag("--channels", flags->channels, "With --json: figures of every channel too");
-        return [=](Context& context) { return Stats(context, *flags); };
+        app.add_option("--as", flags->as,
+                       "Features of another tool in a folder: speculators, specforge, modelopt or "
+                       "vllm; says what they are, by the Python package");
+        app.add_option("--model", flags->model, "With --as: the base model's folder");
+        return [=, &app](Context& context) -> absl::StatusOr<int> {
+          if (!flags->as.empty()) return RunPackage(context, app, "statetap.foreign", "");
+          if (!flags->model.empty())
+            return absl::InvalidArgumentError("--model: it goes with --as alone");
+          return Stats(context, *flags);
+        };
       }};
 }
 

@@ -192,6 +192,9 @@ class ExportTest(unittest.TestCase):
         self.assertTrue((self.out("a") / "d2t-64.npy").exists())
         served.cli("vocab-map", "all", "--draft-vocab", 10, "--draft-vocab", 20, "--report", "--out", self.out("b"))
         self.assertTrue((self.out("b") / "d2t-20.npy").exists() and (self.out("b") / "d2t-10.npy").exists())
+        told = served.cli("--json", "stats", "--as", "speculators", self.out("a"), "--model", MODEL)
+        self.assertEqual((json.loads(told.stdout)["files"], json.loads(told.stdout)["faults"]), (12, []))
+        self.assertIn("--as", served.cli("stats", "all", "--model", MODEL, expect=2).stderr)
         served.cli("export", "--to", "speculators", "nobody", "--out", self.out("c"), expect=1)
         self.assertIn("--where", served.cli("export", "--to", "speculators", "all", "--were", "x", expect=2).stderr)
         os.environ["STATETAP_PYTHON"] = "/nowhere/python3"

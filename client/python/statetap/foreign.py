@@ -1,4 +1,5 @@
-"""What features are that another tool made: python -m statetap.foreign --as FORMAT DIR --model DIR. Needs no server.
+"""What features are that another tool made: statetap stats --as FORMAT DIR --model DIR
+(python -m statetap.foreign). Needs no server.
 
     speculators   hs_<row>.safetensors (in DIR or DIR/hidden_states): hidden_states [S, taps + 1, hidden], token_ids [S]
     vllm          the raw files of its connector: *.safetensors with the same two tensors
@@ -131,6 +132,7 @@ def main(arguments: "list[str] | None" = None) -> int:
     parser.add_argument("--as", dest="format", required=True, choices=READERS)
     parser.add_argument("--model", type=Path, required=True, metavar="DIR", help="the base model's folder: final norm, width")
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--quiet", action="store_true", help="as everywhere; there is no progress to leave out")
     options = parser.parse_args(arguments)
     try:
         model = Checkpoint(options.model)
