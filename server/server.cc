@@ -115,8 +115,8 @@ void Server::Impl::UpdateHealth() {
 
 absl::Status Server::Impl::ServeHttp(const Options& options) {
   if (options.http.empty()) return absl::OkStatus();
-  HttpServer::Pages pages;
-  pages.health = [this]() -> HttpServer::Health {
+  HttpServer::Handlers handlers;
+  handlers.health = [this]() -> HttpServer::Health {
     if (draining) return {false, "the server is shutting down"};
     if (const absl::Status engine = runner->engine_status(); !engine.ok())
       return {false, std::string(MessageOf(engine))};
@@ -127,8 +127,12 @@ absl::Status Server::Impl::ServeHttp(const Options& options) {
                             root.path.string(), root.failure);
     return {true, text};
   };
-  pages.metrics = [this] { return MetricsText(*store, *runner, folders); };
-  STATETAP_ASSIGN_OR_RETURN(http_server, HttpServer::Start(options.http, std::move(pages)));
+  handlers.metrics = [this] { return MetricsText(*store, *runner, folders); };
+  handlers.page = [pages = std::make_shared<Pages>(*store, *runner, model, folders, shards)](
+                      const std::string& path, const Pages::Query& query) {
+    return pages->Get(path, query);
+  };
+  STATETAP_ASSIGN_OR_RETURN(http_server, HttpServer::Start(options.http, std::move(handlers)));
   http_address = http_server->address();
   return absl::OkStatus();
 }

@@ -108,10 +108,7 @@ absl::StatusOr<v1::Statistics> JoinStatistics(const std::vector<fs::path>& paths
   JoinedStatistics joined;
   STATETAP_RETURN_IF_ERROR(
       ForEachShard(paths, [&](const ShardReader& shard) { return joined.Add(shard, filter); }));
-  v1::Statistics message = StatisticsMessage(joined.boundaries, joined.statistics, channels);
-  message.set_samples(joined.samples);
-  message.set_rows(joined.rows);
-  return message;
+  return StatisticsMessage(joined, channels);
 }
 
 }  // namespace statetap

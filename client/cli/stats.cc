@@ -10,13 +10,16 @@
 #include "client/cli/table.h"
 #include "client/cli/text_width.h"
 #include "client/lib/proto_json.h"
+#include "extractor/base/file.h"
+#include "proto/messages/html.h"
+#include "proto/messages/statistics_html.h"
 
 namespace statetap {
 namespace {
 
 struct StatsFlags {
   std::vector<std::string> source;
-  std::string where, as, model;
+  std::string where, html, as, model;
   bool plot = false, channels = false;
 };
 
@@ -58,6 +61,33 @@ void PrintTable(Context& context, const v1::Statistics& statistics) {
   context.out << table.Format(context.table_width());
 }
 
+std::string Scored(double value, int digits) {
+  return std::isnan(value) ? "-" : FormatFixed(value, digits);
+}
+
+void PrintSources(Context& context, const v1::Statistics& statistics) {
+  Table table({Left("source"), Right("samples"), Right("supervised"), Right("-log p"),
+               Right("entropy"), Right("policy gap"), Right("+-"), Right("answers"),
+               Right("hit limit"), Right("empty"), Right("looping")});
+  for (const v1::SourceReport& source : statistics.sources()) {
+    table.Add({source.source(), FormatCount(source.samples()),
+               FormatCount(source.supervised_tokens()), Scored(source.surprise(), 3),
+               Scored(source.entropy(), 3), Scored(source.policy_gap(), 3),
+               Scored(source.policy_gap_error(), 3), FormatCount(source.answers()),
+               FormatCount(source.hit_limit()), FormatCount(source.empty()),
+               FormatCount(source.looping())});
+  }
+  context.out << '\n' << table.Format(context.table_width());
+}
+
+absl::Status WriteReport(const StatsFlags& flags, const v1::Statistics& statistics) {
+  const std::string title = fmt::format("{}", fmt::join(flags.source, " "));
+  return WriteFileAtomically(flags.html,
+                             HtmlPage(fmt::format("Statetap: {}", title), "",
+                                      fmt::format("<h1>Features of {}</h1>\n{}", EscapeHtml(title),
+                                                  StatisticsHtml(statistics))));
+}
+
 absl::StatusOr<int> Stats(Context& context, const StatsFlags& flags) {
   STATETAP_ASSIGN_OR_RETURN(const v1::Statistics statistics, StatisticsOf(context, flags));
   if (context.json) context.PrintJson(JsonOf(statistics));
@@ -65,8 +95,10 @@ absl::StatusOr<int> Stats(Context& context, const StatsFlags& flags) {
     return absl::FailedPreconditionError("no committed shards yet, so no statistics");
   if (!flags.where.empty() && statistics.samples() == 0)
     return absl::FailedPreconditionError("--where holds for no stored sample");
+  if (!flags.html.empty()) STATETAP_RETURN_IF_ERROR(WriteReport(flags, statistics));
   if (context.json) return kExitDone;
   PrintTable(context, statistics);
+  PrintSources(context, statistics);
   for (const v1::Alarm& alarm : statistics.alarms())
     context.out << fmt::format("ALARM {}: {}\n", alarm.kind(), Printable(alarm.message()));
   if (flags.plot) {
@@ -81,7 +113,9 @@ absl::StatusOr<int> Stats(Context& context, const StatsFlags& flags) {
 Command StatsCommand() {
   return {
       "stats", "Statistics by boundary of a job or of shards here",
-      "Boundary k is the residual stream after k layers, the output of layer k-1.\n\n"
+      "Boundary k is the residual stream after k layers, the output of layer k-1. Policy gap: mean "
+      "-log p of the\nsupervised tokens less the mean entropy there; about 0 for the model's own "
+      "text at temperature 1.\n\n"
       "Examples:\n  statetap stats prompts.jsonl --plot\n"
       "  statetap stats mine --where 'source == \"toolbench\"'\n"
       "  statetap stats shards/ --json --channels > channels.json\n"
@@ -92,6 +126,7 @@ Command StatsCommand() {
             ->required();
         app.add_option("--where", flags->where, std::string(kWhereHelp));
         app.add_flag("--plot", flags->plot, "Draw row norms by boundary and their histograms");
+        app.add_option("--html", flags->html, "Write a report: one file, with pictures");
         app.add_flag("--channels", flags->channels, "With --json: figures of every channel too");
         app.add_option("--as", flags->as,
                        "Features of another tool in a folder: speculators, specforge, modelopt or "

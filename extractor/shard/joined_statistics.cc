@@ -9,6 +9,14 @@ namespace {
 
 constexpr int64_t kPieceBytes = int64_t{4} << 20;
 
+ShardLevel LevelOf(const ShardReader& shard, std::span<const BoundaryStatistics> statistics) {
+  ShardLevel level{.shard = shard.path().filename(), .rows = shard.rows(), .median_rms = {}};
+  for (const BoundaryStatistics& boundary : statistics) {
+    level.median_rms.push_back(boundary.RmsQuantile(0.5));
+  }
+  return level;
+}
+
 }  // namespace
 
 absl::Status JoinedStatistics::Add(const ShardReader& shard, const SampleFilter& filter) {
@@ -27,6 +35,15 @@ absl::Status JoinedStatistics::Add(const ShardReader& shard, const SampleFilter&
   for (size_t b = 0; b < statistics.size(); ++b) statistics[b].Merge(more[b]);
   samples += static_cast<int64_t>(shard.samples().size());
   rows += shard.rows();
+  levels.push_back(LevelOf(shard, more));
+  return AddTokens(shard);
+}
+
+absl::Status JoinedStatistics::AddTokens(const ShardReader& shard) {
+  for (size_t i = 0; i < shard.samples().size(); ++i) {
+    STATETAP_ASSIGN_OR_RETURN(const SampleRecord record, shard.ReadRecord(static_cast<int64_t>(i)));
+    tokens.Add(record);
+  }
   return absl::OkStatus();
 }
 
@@ -37,6 +54,7 @@ absl::Status JoinedStatistics::AddSamples(const ShardReader& shard, const Sample
   for (size_t i = 0; i < shard.samples().size(); ++i) {
     STATETAP_ASSIGN_OR_RETURN(const SampleRecord record, shard.ReadRecord(static_cast<int64_t>(i)));
     if (!filter.Holds(FactsOf(record))) continue;
+    tokens.Add(record);
     const SampleEntry& entry = shard.samples()[i];
     for (size_t b = 0; b < statistics.size(); ++b) {
       for (int64_t row = 0; row < entry.rows; row += piece_rows) {
@@ -52,6 +70,14 @@ absl::Status JoinedStatistics::AddSamples(const ShardReader& shard, const Sample
     rows += entry.rows;
   }
   return absl::OkStatus();
+}
+
+std::vector<StatisticsAlarm> JoinedStatistics::Alarms() const {
+  std::vector<StatisticsAlarm> alarms = FindAlarms(boundaries, statistics);
+  for (auto& more : {FindDrift(boundaries, levels), FindPolicyGaps(tokens)}) {
+    alarms.insert(alarms.end(), more.begin(), more.end());
+  }
+  return alarms;
 }
 
 }  // namespace statetap

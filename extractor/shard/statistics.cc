@@ -22,10 +22,6 @@ int BinOf(double rms) {
   return static_cast<int>(std::clamp(bin, 0.0, double{kRmsBins - 1}));
 }
 
-bool SameStatistics(const BoundaryStatistics& a, const BoundaryStatistics& b) {
-  return a.count == b.count && a.mean == b.mean && a.m2 == b.m2 && a.min == b.min && a.max == b.max;
-}
-
 }  // namespace
 
 BoundaryStatistics::BoundaryStatistics(int hidden)
@@ -117,41 +113,6 @@ BoundaryStatistics::Overall BoundaryStatistics::Summary() const {
           .max = *std::max_element(max.begin(), max.end()),
           .abs_max = *std::max_element(abs_max.begin(), abs_max.end()),
           .rms = std::sqrt(squares / (rows * channels))};
-}
-
-std::vector<StatisticsAlarm> FindAlarms(std::span<const int> boundaries,
-                                        std::span<const BoundaryStatistics> statistics) {
-  assert(boundaries.size() == statistics.size());
-  std::vector<StatisticsAlarm> alarms;
-  for (size_t i = 0; i < statistics.size(); ++i) {
-    const BoundaryStatistics& found = statistics[i];
-    const int boundary = boundaries[i];
-    if (found.nonfinite > 0) {
-      alarms.push_back({"nonfinite", boundary,
-                        fmt::format("boundary {}: {} of {} rows hold NaN or infinity", boundary,
-                                    found.nonfinite, found.nonfinite + found.count)});
-    }
-    if (found.count == 0) continue;
-    if (found.zero_rows == found.count) {
-      alarms.push_back({"zero_boundary", boundary,
-                        fmt::format("boundary {}: all {} rows are zero", boundary, found.count)});
-      continue;
-    }
-    const bool constant = found.min == found.max;
-    if (constant && found.count > 1) {
-      alarms.push_back(
-          {"constant_boundary", boundary,
-           fmt::format("boundary {}: all {} rows are the same", boundary, found.count)});
-    }
-    for (size_t j = 0; j < i; ++j) {
-      if (!SameStatistics(found, statistics[j])) continue;
-      alarms.push_back({"equal_boundaries", boundary,
-                        fmt::format("boundaries {} and {} have the same statistics to the last bit",
-                                    boundaries[j], boundary)});
-      break;
-    }
-  }
-  return alarms;
 }
 
 }  // namespace statetap

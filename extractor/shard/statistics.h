@@ -40,13 +40,4 @@ class BoundaryStatistics {
   double squared_error = 0;  // what rounding to fp8 changed, summed over all values
 };
 
-struct StatisticsAlarm {
-  std::string kind;  // zero_boundary, constant_boundary, equal_boundaries, nonfinite
-  int boundary;
-  std::string message;
-};
-// `boundaries[i]` belongs to `statistics[i]`.
-std::vector<StatisticsAlarm> FindAlarms(std::span<const int> boundaries,
-                                        std::span<const BoundaryStatistics> statistics);
-
 }  // namespace statetap

@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <cmath>
+#include <functional>
+#include <utility>
 #include <vector>
 
 namespace statetap {
@@ -35,18 +37,64 @@ void Fill(int boundary, const BoundaryStatistics& from, v1::BoundaryStatistics& 
   to.mutable_row_rms_bins()->Assign(from.row_rms_histogram.begin(), from.row_rms_histogram.end());
 }
 
+// The channels that hold most of the energy, most first.
+void AddOutliers(const BoundaryStatistics& from, v1::BoundaryStatistics& to) {
+  constexpr size_t kMost = 5;
+  const auto count = static_cast<double>(from.count);
+  std::vector<std::pair<double, int>> energies;
+  double all = 0;
+  for (size_t c = 0; c < from.mean.size(); ++c) {
+    const double energy = from.m2[c] + count * from.mean[c] * from.mean[c];
+    energies.emplace_back(energy, static_cast<int>(c));
+    all += energy;
+  }
+  if (!(all > 0)) return;
+  const size_t shown = std::min(kMost, energies.size());
+  std::partial_sort(energies.begin(), energies.begin() + static_cast<ptrdiff_t>(shown),
+                    energies.end(), std::greater<>());
+  for (size_t i = 0; i < shown; ++i) {
+    const auto [energy, channel] = energies[i];
+    v1::OutlierChannel& outlier = *to.add_outliers();
+    outlier.set_channel(channel);
+    outlier.set_energy_share(energy / all);
+    outlier.set_mean(from.mean[static_cast<size_t>(channel)]);
+    outlier.set_abs_max(from.abs_max[static_cast<size_t>(channel)]);
+  }
+}
+
+void Fill(const std::string& source, const SourceReport& from, v1::SourceReport& to) {
+  const auto scored = static_cast<double>(from.scored);
+  to.set_source(source);
+  to.set_samples(from.samples);
+  to.set_tokens(from.tokens);
+  to.set_supervised_tokens(from.supervised);
+  to.set_scored_tokens(from.scored);
+  to.set_surprise(from.surprise / scored);
+  to.set_entropy(from.entropy / scored);
+  to.set_policy_gap(from.PolicyGap());
+  to.set_policy_gap_error(from.PolicyGapError());
+  to.set_answers(from.generated);
+  to.set_hit_limit(from.hit_limit);
+  to.set_empty(from.empty);
+  to.set_looping(from.looping);
+}
+
 }  // namespace
 
-v1::Statistics StatisticsMessage(std::span<const int> boundaries,
-                                 std::span<const BoundaryStatistics> statistics,
-                                 Channels channels) {
+v1::Statistics StatisticsMessage(const JoinedStatistics& joined, Channels channels) {
   v1::Statistics message;
-  for (size_t i = 0; i < statistics.size(); ++i) {
+  message.set_samples(joined.samples);
+  message.set_rows(joined.rows);
+  for (size_t i = 0; i < joined.statistics.size(); ++i) {
     v1::BoundaryStatistics& to = *message.add_boundaries();
-    Fill(boundaries[i], statistics[i], to);
-    if (channels == Channels::kYes) AddChannels(statistics[i], to);
+    Fill(joined.boundaries[i], joined.statistics[i], to);
+    AddOutliers(joined.statistics[i], to);
+    if (channels == Channels::kYes) AddChannels(joined.statistics[i], to);
   }
-  for (const StatisticsAlarm& alarm : FindAlarms(boundaries, statistics)) {
+  for (const auto& [source, report] : joined.tokens.sources()) {
+    Fill(source, report, *message.add_sources());
+  }
+  for (const StatisticsAlarm& alarm : joined.Alarms()) {
     v1::Alarm& to = *message.add_alarms();
     to.set_kind(alarm.kind);
     to.set_boundary(alarm.boundary);

@@ -232,7 +232,7 @@ absl::StatusOr<std::string> ShardPipeline::AlarmsOf(int64_t key) const {
     STATETAP_RETURN_IF_ERROR(joined.Add(*reader));
   }
   std::string text;
-  for (const StatisticsAlarm& alarm : FindAlarms(joined.boundaries, joined.statistics))
+  for (const StatisticsAlarm& alarm : joined.Alarms())
     text += fmt::format("{}{}: {}", text.empty() ? "" : "; ", alarm.kind, alarm.message);
   return text;
 }

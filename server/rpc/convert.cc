@@ -143,11 +143,4 @@ v1::Shard ToProto(const ShardRow& shard, const ShardFolders& folders) {
   return proto;
 }
 
-v1::Statistics ToProto(const JoinedStatistics& joined, Channels channels) {
-  v1::Statistics proto = StatisticsMessage(joined.boundaries, joined.statistics, channels);
-  proto.set_samples(joined.samples);
-  proto.set_rows(joined.rows);
-  return proto;
-}
-
 }  // namespace statetap

@@ -4,7 +4,6 @@
 
 #include <grpcpp/support/status.h>
 
-#include "proto/messages/statistics.h"
 #include "server/features/shard_cache.h"
 #include "server/jobs/job_runner.h"
 #include "server/store/job_store.h"
@@ -20,6 +19,5 @@ v1::Job ToProto(const JobRecord& job, const JobRunner::Live& live, const ServedM
 v1::Sample ToProtoSample(const SampleListing& listing, std::string_view shard_name);
 v1::Rejected ToProtoRejected(const SampleListing& listing);
 v1::Shard ToProto(const ShardRow& shard, const ShardFolders& folders);
-v1::Statistics ToProto(const JoinedStatistics& joined, Channels channels);
 
 }  // namespace statetap

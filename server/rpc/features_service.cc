@@ -2,6 +2,7 @@
 
 #include <filesystem>
 
+#include "proto/messages/statistics.h"
 #include "server/features/sample_fetch.h"
 #include "server/rpc/blocking_bidi.h"
 #include "server/rpc/convert.h"
@@ -119,7 +120,7 @@ grpc::Status FeaturesService::GetStatistics(grpc::ServerContext* call,
   const absl::StatusOr<JoinedStatistics> joined =
       context_.shards.Statistics(*job, *where, [call] { return call->IsCancelled(); });
   if (!joined.ok()) return ToGrpc(joined.status());
-  *response = ToProto(*joined, request->channels() ? Channels::kYes : Channels::kNo);
+  *response = StatisticsMessage(*joined, request->channels() ? Channels::kYes : Channels::kNo);
   return grpc::Status::OK;
 }
 

@@ -27,7 +27,7 @@ absl::StatusOr<HostPort> ParseHostPort(const std::string& address) {
 }
 
 absl::StatusOr<std::unique_ptr<HttpServer>> HttpServer::Start(const std::string& address,
-                                                              Pages pages) {
+                                                              Handlers handlers) {
   STATETAP_ASSIGN_OR_RETURN(const HostPort where, ParseHostPort(address));
   auto server = std::make_unique<httplib::Server>();
   // Without SO_REUSEPORT, which the library sets: a second server must notice the first.
@@ -39,16 +39,29 @@ absl::StatusOr<std::unique_ptr<HttpServer>> HttpServer::Start(const std::string&
   server->new_task_queue = [] { return new httplib::ThreadPool(32); };
   server->set_read_timeout(2, 0);
   server->set_keep_alive_timeout(2);
-  server->Get("/healthz", [health = std::move(pages.health)](const httplib::Request&,
-                                                             httplib::Response& response) {
+  server->Get("/healthz", [health = std::move(handlers.health)](const httplib::Request&,
+                                                                httplib::Response& response) {
     const Health now = health();
     response.status = now.serving ? 200 : 503;
     response.set_content(now.text + "\n", "text/plain");
   });
-  server->Get("/metrics", [metrics = std::move(pages.metrics)](const httplib::Request&,
-                                                               httplib::Response& response) {
+  server->Get("/metrics", [metrics = std::move(handlers.metrics)](const httplib::Request&,
+                                                                  httplib::Response& response) {
     response.set_content(metrics(), "text/plain; version=0.0.4");
   });
+  if (handlers.page) {
+    server->Get(".*", [page = std::move(handlers.page)](const httplib::Request& request,
+                                                        httplib::Response& response) {
+      Pages::Reply reply = page(request.path, request.params);
+      response.status = reply.status;
+      // Nothing of a sample's text may run or load anything, whatever it spells.
+      response.set_header("Content-Security-Policy",
+                          "default-src 'none'; style-src 'unsafe-inline'; script-src 'self'; "
+                          "connect-src 'self'");
+      response.set_header("X-Content-Type-Options", "nosniff");
+      response.set_content(std::move(reply.body), reply.type.c_str());
+    });
+  }
   int port = where.port;
   if (port == 0) {
     port = server->bind_to_any_port(where.host.c_str());

@@ -1,4 +1,5 @@
-// The HTTP side: /healthz for load balancers, /metrics for Prometheus. Threads of its own.
+// The HTTP side: /healthz for load balancers, /metrics for Prometheus, pages for people. Threads of
+// its own.
 #pragma once
 
 #include <functional>
@@ -7,6 +8,7 @@
 #include <thread>
 
 #include "extractor/base/status.h"
+#include "server/web/pages.h"
 
 namespace httplib {
 class Server;
@@ -20,12 +22,15 @@ class HttpServer {
     bool serving;      // else 503
     std::string text;  // "ok", or what is wrong
   };
-  struct Pages {
+  struct Handlers {
     std::function<Health()> health;
     std::function<std::string()> metrics;  // text exposition format
+    // Every other path. Null: none.
+    std::function<Pages::Reply(const std::string& path, const Pages::Query& query)> page;
   };
   // `address`: HOST:PORT, port 0 picks one. ALREADY_EXISTS where the port is taken.
-  static absl::StatusOr<std::unique_ptr<HttpServer>> Start(const std::string& address, Pages pages);
+  static absl::StatusOr<std::unique_ptr<HttpServer>> Start(const std::string& address,
+                                                           Handlers handlers);
   ~HttpServer();
   const std::string& address() const { return address_; }  // with the port that was picked
 

@@ -199,6 +199,47 @@ TEST_F(ServerLifeTest, HttpTellsHealthAndMetrics) {
   EXPECT_THAT(metrics->body, HasSubstr("statetap_engine_up 1"));
 }
 
+TEST_F(ServerLifeTest, PagesShowJobsSamplesAndRejects) {
+  v1::SampleInput hostile = testing::ChatSample("<script>alert(1)</script>", "");
+  const v1::SampleInput refused = testing::IdsSample("refused", {1 << 30});
+  v1::JobOptions options;
+  options.set_name("a <i>job</i>");
+  options.set_mode(v1::JOB_MODE_PREFILL);
+  hostile.mutable_chat()->set_messages_json(
+      R"([{"role":"user","content":"<b>bold</b>"},{"role":"assistant","content":"<script>"}])");
+  v1::Job job;
+  ASSERT_TRUE(Submit(options, {hostile, refused}, &job).ok());
+  Watch(job.id());
+
+  httplib::Client client("http://" + server_->http_address());
+  const auto page = [&](const std::string& path) {
+    const auto answer = client.Get(path.c_str());
+    EXPECT_TRUE(answer);
+    if (!answer) return std::string();
+    EXPECT_THAT(answer->get_header_value("Content-Security-Policy"),
+                HasSubstr("script-src 'self'"));
+    EXPECT_EQ(answer->status, 200) << path;
+    // What people wrote never becomes a part of the page.
+    EXPECT_THAT(answer->body, ::testing::Not(HasSubstr("<script>alert")));
+    EXPECT_THAT(answer->body, ::testing::Not(HasSubstr("<b>bold")));
+    EXPECT_THAT(answer->body, ::testing::Not(HasSubstr("<i>job")));
+    return answer->body;
+  };
+  EXPECT_THAT(page("/"), HasSubstr("a &lt;i&gt;job&lt;/i&gt;"));
+  const std::string shown = page("/job?id=" + job.id());
+  EXPECT_THAT(shown, HasSubstr("2 submitted = 1 stored + 1 rejected"));
+  EXPECT_THAT(shown, HasSubstr("<svg"));
+  EXPECT_THAT(shown, HasSubstr("refused"));
+  EXPECT_THAT(page("/samples?job=" + job.id()), HasSubstr("&lt;script&gt;alert(1)"));
+  EXPECT_THAT(page("/sample?job=" + job.id() + "&id=%3Cscript%3Ealert(1)%3C/script%3E"),
+              HasSubstr("class=\"s\""));
+  for (const char* missing : {"/nothing", "/job?id=none", "/sample?job=none&id=x"}) {
+    const auto answer = client.Get(missing);
+    ASSERT_TRUE(answer);
+    EXPECT_EQ(answer->status, 404) << missing;
+  }
+}
+
 TEST_F(ServerLifeTest, SilentHttpConnectionsKeepNoProbeWaiting) {
   const std::string where = server_->http_address();
   sockaddr_in address{};

@@ -14,10 +14,6 @@
 namespace statetap {
 namespace {
 
-using ::testing::ElementsAre;
-using ::testing::HasSubstr;
-using ::testing::IsEmpty;
-
 using Rows = std::vector<uint16_t>;  // [rows, hidden]
 
 Rows MakeRows(int64_t rows, int hidden, const std::function<double(int64_t, int)>& value) {
@@ -252,37 +248,6 @@ TEST(StatisticsTest, TheSummaryIsThatOfAllValues) {
   EXPECT_EQ(overall.max, high);
   EXPECT_EQ(overall.abs_max, std::max(-low, high));
   EXPECT_TRUE(std::isnan(BoundaryStatistics(4).Summary().mean));
-}
-
-TEST(FindAlarmsTest, SoundBoundariesRaiseNone) {
-  const std::vector<BoundaryStatistics> statistics = {StatisticsOf(RandomRows(20, 8, 1, 0, 1), 8),
-                                                      StatisticsOf(RandomRows(20, 8, 2, 0, 1), 8)};
-  EXPECT_THAT(FindAlarms(std::vector<int>{2, 8}, statistics), IsEmpty());
-}
-
-TEST(FindAlarmsTest, EachFaultIsNamedWithItsBoundary) {
-  const Rows sound = RandomRows(20, 8, 1, 0, 1);
-  Rows nonfinite = RandomRows(20, 8, 2, 0, 1);
-  nonfinite[3] = 0x7fc0;
-  const std::vector<BoundaryStatistics> statistics = {
-      StatisticsOf(sound, 8),
-      StatisticsOf(Rows(160, 0), 8),
-      StatisticsOf(MakeRows(20, 8, [](int64_t, int c) { return c; }), 8),
-      StatisticsOf(sound, 8),
-      StatisticsOf(nonfinite, 8),
-      BoundaryStatistics(8)};
-  std::vector<std::string> found;
-  for (const StatisticsAlarm& alarm : FindAlarms(std::vector<int>{2, 5, 6, 7, 8, 9}, statistics)) {
-    EXPECT_THAT(alarm.message, HasSubstr(std::to_string(alarm.boundary)));
-    found.push_back(alarm.kind + " " + std::to_string(alarm.boundary));
-  }
-  EXPECT_THAT(found, ElementsAre("zero_boundary 5", "constant_boundary 6", "equal_boundaries 7",
-                                 "nonfinite 8"));
-}
-
-TEST(FindAlarmsTest, OneRowIsNotConstant) {
-  const std::vector<BoundaryStatistics> one = {StatisticsOf(RandomRows(1, 8, 1, 0, 1), 8)};
-  EXPECT_THAT(FindAlarms(std::vector<int>{2}, one), IsEmpty());
 }
 
 }  // namespace

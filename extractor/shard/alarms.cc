@@ -1,0 +1,134 @@
+#include "extractor/shard/alarms.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cassert>
+#include <cmath>
+
+namespace statetap {
+namespace {
+
+bool SameStatistics(const BoundaryStatistics& a, const BoundaryStatistics& b) {
+  return a.count == b.count && a.mean == b.mean && a.m2 == b.m2 && a.min == b.min && a.max == b.max;
+}
+
+// A norm leaves every row with nearly the same rms; the stream before it grows from layer to layer
+// and its rows differ.
+bool LooksNormed(const BoundaryStatistics& before, const BoundaryStatistics& found) {
+  constexpr double kSpread = 1.35, kFall = 0.5;
+  constexpr int64_t kLeastRows = 64;
+  if (found.count < kLeastRows || found.zero_rows > 0 || before.count == 0) return false;
+  return found.RmsQuantile(0.99) <= kSpread * found.RmsQuantile(0.01) &&
+         found.RmsQuantile(0.5) < kFall * before.RmsQuantile(0.5);
+}
+
+double MedianOf(std::vector<double> values) {
+  const auto middle = values.begin() + static_cast<ptrdiff_t>(values.size() / 2);
+  std::nth_element(values.begin(), middle, values.end());
+  return *middle;
+}
+
+class Finder {
+ public:
+  Finder(std::span<const int> boundaries, std::span<const BoundaryStatistics> statistics)
+      : boundaries_(boundaries), statistics_(statistics) {}
+
+  std::vector<StatisticsAlarm> Find() {
+    for (size_t i = 0; i < statistics_.size(); ++i) Look(i);
+    return std::move(alarms_);
+  }
+
+ private:
+  void Look(size_t i) {
+    const BoundaryStatistics& found = statistics_[i];
+    if (found.nonfinite > 0) {
+      Add(i, "nonfinite",
+          fmt::format("{} of {} rows hold NaN or infinity", found.nonfinite,
+                      found.nonfinite + found.count));
+    }
+    if (found.count == 0) return;
+    if (found.zero_rows == found.count) {
+      return Add(i, "zero_boundary", fmt::format("all {} rows are zero", found.count));
+    }
+    if (found.min == found.max && found.count > 1) {
+      Add(i, "constant_boundary", fmt::format("all {} rows are the same", found.count));
+    }
+    for (size_t j = 0; j < i; ++j) {
+      if (!SameStatistics(found, statistics_[j])) continue;
+      Add(i, "equal_boundaries",
+          fmt::format("has the same statistics as boundary {} to the last bit", boundaries_[j]));
+      break;
+    }
+    if (i > 0 && LooksNormed(statistics_[i - 1], found)) {
+      Add(i, "normed_boundary",
+          fmt::format("every row has an rms of about {:.3g}, boundary {} one of {:.3g}: a norm "
+                      "seems to have been applied, and states are stored before it",
+                      found.RmsQuantile(0.5), boundaries_[i - 1],
+                      statistics_[i - 1].RmsQuantile(0.5)));
+    }
+  }
+
+  void Add(size_t i, std::string kind, const std::string& what) {
+    alarms_.push_back(
+        {std::move(kind), boundaries_[i], fmt::format("boundary {}: {}", boundaries_[i], what)});
+  }
+
+  std::span<const int> boundaries_;
+  std::span<const BoundaryStatistics> statistics_;
+  std::vector<StatisticsAlarm> alarms_;
+};
+
+}  // namespace
+
+std::vector<StatisticsAlarm> FindAlarms(std::span<const int> boundaries,
+                                        std::span<const BoundaryStatistics> statistics) {
+  assert(boundaries.size() == statistics.size());
+  return Finder(boundaries, statistics).Find();
+}
+
+std::vector<StatisticsAlarm> FindDrift(std::span<const int> boundaries,
+                                       std::span<const ShardLevel> shards) {
+  constexpr int64_t kLeastRows = 256;
+  constexpr size_t kLeastShards = 3;
+  constexpr double kFactor = 1.4;
+  std::vector<const ShardLevel*> compared;
+  for (const ShardLevel& shard : shards) {
+    if (shard.rows >= kLeastRows) compared.push_back(&shard);
+  }
+  std::vector<StatisticsAlarm> alarms;
+  if (compared.size() < kLeastShards) return alarms;
+  for (size_t b = 0; b < boundaries.size(); ++b) {
+    std::vector<double> levels;
+    for (const ShardLevel* shard : compared) levels.push_back(shard->median_rms[b]);
+    const double usual = MedianOf(levels);
+    for (const ShardLevel* shard : compared) {
+      const double level = shard->median_rms[b];
+      if (level <= kFactor * usual && kFactor * level >= usual) continue;
+      alarms.push_back({"shard_drift", boundaries[b],
+                        fmt::format("boundary {}: {} has a median rms of {:.3g}, the shards as a "
+                                    "rule {:.3g}: another model, precision or kind of text",
+                                    boundaries[b], shard->shard, level, usual)});
+    }
+  }
+  return alarms;
+}
+
+std::vector<StatisticsAlarm> FindPolicyGaps(const TokenReport& tokens) {
+  constexpr double kGap = 0.5, kErrors = 5;
+  std::vector<StatisticsAlarm> alarms;
+  for (const auto& [source, report] : tokens.sources()) {
+    const double gap = report.PolicyGap();
+    // Comparisons with NaN are false: nothing scored is no alarm.
+    if (!(gap - kErrors * report.PolicyGapError() > kGap)) continue;
+    alarms.push_back(
+        {"policy_gap", -1,
+         fmt::format("source {}: its tokens surprise the model by {:.2f} nats more than its own "
+                     "would: written by people or another model, or with another template, "
+                     "thinking mode or quantisation",
+                     source, gap)});
+  }
+  return alarms;
+}
+
+}  // namespace statetap

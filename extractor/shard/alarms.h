@@ -1,0 +1,42 @@
+// What is suspicious about a job's statistics, with the reason in words. Massive activations are
+// normal in this family of models and no alarm.
+#pragma once
+
+#include <span>
+#include <string>
+#include <vector>
+
+#include "extractor/shard/statistics.h"
+#include "extractor/shard/token_report.h"
+
+namespace statetap {
+
+struct StatisticsAlarm {
+  // zero_boundary, constant_boundary, equal_boundaries, nonfinite, normed_boundary, shard_drift,
+  // policy_gap
+  std::string kind;
+  int boundary;  // -1 where it concerns none
+  std::string message;
+};
+
+// Boundaries that are zero, constant, equal to another, not finite, or look normed: every row has
+// nearly the same rms, less than half of the boundary's before. `boundaries[i]` belongs to
+// `statistics[i]`.
+std::vector<StatisticsAlarm> FindAlarms(std::span<const int> boundaries,
+                                        std::span<const BoundaryStatistics> statistics);
+
+// Median rms of a shard's rows, by boundary.
+struct ShardLevel {
+  std::string shard;  // file name
+  int64_t rows = 0;
+  std::vector<double> median_rms;
+};
+// Shards of at least 256 rows whose median rms at a boundary is more than 1.4 times away from the
+// median of all such shards; fewer than three shards are not compared.
+std::vector<StatisticsAlarm> FindDrift(std::span<const int> boundaries,
+                                       std::span<const ShardLevel> shards);
+
+// Sources whose policy gap is above 0.5 nats, five standard errors of it included.
+std::vector<StatisticsAlarm> FindPolicyGaps(const TokenReport& tokens);
+
+}  // namespace statetap

@@ -1,0 +1,74 @@
+#include "extractor/shard/token_report.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+namespace statetap {
+
+double SourceReport::PolicyGap() const {
+  if (scored == 0) return std::numeric_limits<double>::quiet_NaN();
+  return (surprise - entropy) / static_cast<double>(scored);
+}
+
+double SourceReport::PolicyGapError() const {
+  if (scored < 2) return std::numeric_limits<double>::quiet_NaN();
+  const double gap = PolicyGap(), count = static_cast<double>(scored);
+  return std::sqrt(std::max(0.0, squared_gap / count - gap * gap) / (count - 1));
+}
+
+bool EndsInLoop(std::span<const int32_t> ids) {
+  constexpr size_t kLongest = 64, kLeastTokens = 48, kLeastTimes = 4;
+  for (size_t period = 1; period <= kLongest && period < ids.size(); ++period) {
+    const size_t wanted = std::max(kLeastTokens, kLeastTimes * period);
+    if (wanted > ids.size()) return false;
+    const auto tail = ids.last(wanted);
+    if (std::equal(tail.begin() + static_cast<ptrdiff_t>(period), tail.end(), tail.begin())) {
+      return true;
+    }
+  }
+  return false;
+}
+
+void TokenReport::Add(const SampleRecord& sample) {
+  SourceReport& report = sources_[sample.source];
+  ++report.samples;
+  report.tokens += static_cast<int64_t>(sample.input_ids.size());
+  report.supervised += std::ranges::count(sample.loss_mask, uint8_t{1});
+  for (size_t t = 0; t < sample.logprobs.size() && t < sample.entropies.size(); ++t) {
+    const double surprise = -sample.logprobs[t], entropy = sample.entropies[t];
+    if (sample.loss_mask[t] != 1 || !std::isfinite(surprise) || !std::isfinite(entropy)) continue;
+    ++report.scored;
+    report.surprise += surprise;
+    report.entropy += entropy;
+    report.squared_gap += (surprise - entropy) * (surprise - entropy);
+  }
+  if (sample.finish_reason == "prefill") return;
+  ++report.generated;
+  const auto answer =
+      std::span(sample.input_ids).subspan(static_cast<size_t>(sample.prompt_tokens));
+  report.hit_limit += sample.finish_reason == "length";
+  report.empty += answer.size() <= 1;
+  // The stop token ends no loop.
+  report.looping += EndsInLoop(
+      sample.finish_reason == "stop" && !answer.empty() ? answer.first(answer.size() - 1) : answer);
+}
+
+void TokenReport::Merge(const TokenReport& other) {
+  for (const auto& [source, more] : other.sources_) {
+    SourceReport& to = sources_[source];
+    to.samples += more.samples;
+    to.tokens += more.tokens;
+    to.supervised += more.supervised;
+    to.generated += more.generated;
+    to.scored += more.scored;
+    to.surprise += more.surprise;
+    to.entropy += more.entropy;
+    to.squared_gap += more.squared_gap;
+    to.hit_limit += more.hit_limit;
+    to.empty += more.empty;
+    to.looping += more.looping;
+  }
+}
+
+}  // namespace statetap

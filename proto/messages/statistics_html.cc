@@ -1,0 +1,221 @@
+#include "proto/messages/statistics_html.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cmath>
+#include <string_view>
+#include <vector>
+
+#include "extractor/base/text.h"
+#include "proto/messages/html.h"
+
+namespace statetap {
+namespace {
+
+constexpr double kWidth = 720, kLeft = 90, kRight = 20;
+
+std::string Number(double value) { return std::isnan(value) ? "–" : fmt::format("{:.4g}", value); }
+
+std::string Percent(double share) { return fmt::format("{:.1f} %", 100 * share); }
+
+// A logarithmic axis of rms, over the bins that any boundary uses.
+class Axis {
+ public:
+  explicit Axis(const v1::Statistics& statistics) {
+    int first = 1 << 20, last = -1;
+    for (const v1::BoundaryStatistics& boundary : statistics.boundaries()) {
+      for (int bin = 0; bin < boundary.row_rms_bins_size(); ++bin) {
+        if (boundary.row_rms_bins(bin) == 0) continue;
+        first = std::min(first, bin);
+        last = std::max(last, bin);
+      }
+    }
+    if (last < 0) first = 128, last = 135;  // nothing to draw: around 1
+    low_ = EdgeOf(first);
+    high_ = EdgeOf(last + 1);
+  }
+  static double EdgeOf(int bin) { return bin / 8.0 - 16; }  // log2, as the proto says
+  double X(double log2_rms) const {
+    return kLeft +
+           (kWidth - kLeft - kRight) * (std::clamp(log2_rms, low_, high_) - low_) / (high_ - low_);
+  }
+  // Ticks at powers of two, no more than a dozen.
+  std::string Ticks(double height) const {
+    std::string svg;
+    const double step = std::max(1.0, std::ceil((high_ - low_) / 12));
+    for (double tick = std::ceil(low_); tick <= high_; tick += step) {
+      svg += fmt::format(
+          "<line class=\"axis\" x1=\"{0:.1f}\" x2=\"{0:.1f}\" y1=\"0\" y2=\"{1}\"/>"
+          "<text x=\"{0:.1f}\" y=\"{2}\" text-anchor=\"middle\">{3:.3g}</text>\n",
+          X(tick), height, height + 14, std::exp2(tick));
+    }
+    return svg;
+  }
+
+ private:
+  double low_, high_;
+};
+
+std::string Label(const v1::BoundaryStatistics& boundary, double y) {
+  return fmt::format("<text x=\"{}\" y=\"{:.1f}\" text-anchor=\"end\">boundary {}</text>\n",
+                     kLeft - 10, y, boundary.boundary());
+}
+
+std::string Svg(std::string_view name, double height, std::string_view content) {
+  return fmt::format(
+      "<svg viewBox=\"0 0 {} {}\" width=\"{}\" role=\"img\" aria-label=\"{}\">\n{}</svg>\n", kWidth,
+      height, kWidth, name, content);
+}
+
+std::string RangesSvg(const v1::Statistics& statistics) {
+  constexpr double kRow = 26;
+  const Axis axis(statistics);
+  const double height = kRow * statistics.boundaries_size();
+  std::string svg = axis.Ticks(height);
+  double y = kRow / 2;
+  for (const v1::BoundaryStatistics& boundary : statistics.boundaries()) {
+    svg += Label(boundary, y + 4);
+    if (boundary.count() > 0 && boundary.row_rms_p50() > 0) {
+      svg += fmt::format(
+          "<line class=\"line\" x1=\"{:.1f}\" x2=\"{:.1f}\" y1=\"{}\" y2=\"{}\"/>"
+          "<circle class=\"dot\" cx=\"{:.1f}\" cy=\"{}\" r=\"5\"/>\n",
+          axis.X(std::log2(boundary.row_rms_p01())), axis.X(std::log2(boundary.row_rms_p99())), y,
+          y, axis.X(std::log2(boundary.row_rms_p50())), y);
+    }
+    y += kRow;
+  }
+  return Svg("rms of rows by boundary: median and 1 to 99 percent", height + 20, svg);
+}
+
+std::string HistogramsSvg(const v1::Statistics& statistics) {
+  constexpr double kRow = 54, kBar = 44;
+  const Axis axis(statistics);
+  const double height = kRow * statistics.boundaries_size();
+  std::string svg = axis.Ticks(height);
+  double base = kRow;
+  for (const v1::BoundaryStatistics& boundary : statistics.boundaries()) {
+    svg += Label(boundary, base - 4);
+    const auto& bins = boundary.row_rms_bins();
+    const auto most =
+        static_cast<double>(bins.empty() ? 0 : *std::max_element(bins.begin(), bins.end()));
+    for (int bin = 0; bin < bins.size(); ++bin) {
+      if (bins[bin] == 0) continue;
+      const double x = axis.X(Axis::EdgeOf(bin)), end = axis.X(Axis::EdgeOf(bin + 1));
+      // What is there is seen, however little.
+      const double bar = std::max(1.0, kBar * static_cast<double>(bins[bin]) / most);
+      svg += fmt::format(
+          "<rect class=\"bar\" x=\"{:.1f}\" y=\"{:.1f}\" width=\"{:.1f}\" height=\"{:.1f}\"/>\n", x,
+          base - bar, end - x, bar);
+    }
+    base += kRow;
+  }
+  return Svg("rows by rms, each boundary to its own peak", height + 20, svg);
+}
+
+std::string BoundariesTable(const v1::Statistics& statistics) {
+  std::vector<std::vector<std::string>> rows;
+  for (const v1::BoundaryStatistics& b : statistics.boundaries()) {
+    rows.push_back({std::to_string(b.boundary()), std::to_string(b.layer_output()),
+                    fmt::format("{}", b.count()), Number(b.mean()), Number(b.std()),
+                    Number(b.row_rms_p01()), Number(b.row_rms_p50()), Number(b.row_rms_p99()),
+                    Number(b.abs_max()), fmt::format("{}", b.zero_rows()),
+                    fmt::format("{}", b.nonfinite())});
+  }
+  return HtmlTable({"#boundary", "#layer out", "#rows", "#mean", "#std", "#rms p01", "#p50", "#p99",
+                    "#abs max", "#zero rows", "#non-finite"},
+                   rows);
+}
+
+std::string OutliersTable(const v1::Statistics& statistics) {
+  std::vector<std::vector<std::string>> rows;
+  for (const v1::BoundaryStatistics& boundary : statistics.boundaries()) {
+    for (const v1::OutlierChannel& outlier : boundary.outliers()) {
+      rows.push_back({std::to_string(boundary.boundary()), std::to_string(outlier.channel()),
+                      Percent(outlier.energy_share()), Number(outlier.mean()),
+                      Number(outlier.abs_max())});
+    }
+  }
+  return HtmlTable({"#boundary", "#channel", "#share of energy", "#mean", "#abs max"}, rows);
+}
+
+std::string GapsSvg(const v1::Statistics& statistics) {
+  constexpr double kRow = 24;
+  double most = 1;
+  for (const v1::SourceReport& source : statistics.sources()) {
+    if (!std::isnan(source.policy_gap())) most = std::max(most, std::abs(source.policy_gap()));
+  }
+  const double middle = (kLeft + kWidth) / 2, scale = (kWidth - kLeft) / 2 * 0.85 / most;
+  const double height = kRow * statistics.sources_size();
+  std::string svg = fmt::format(
+      "<line class=\"axis\" x1=\"{0:.1f}\" x2=\"{0:.1f}\" y1=\"0\" y2=\"{1}\"/>\n", middle, height);
+  double y = 3;
+  for (const v1::SourceReport& source : statistics.sources()) {
+    svg += fmt::format("<text x=\"0\" y=\"{}\">{}</text>\n", y + 13,
+                       EscapeHtml(CutMiddle(source.source(), 40)));
+    if (!std::isnan(source.policy_gap())) {
+      const double length = source.policy_gap() * scale;
+      svg += fmt::format(
+          "<rect class=\"bar\" x=\"{:.1f}\" y=\"{}\" width=\"{:.1f}\" height=\"{}\"/>"
+          "<text x=\"{:.1f}\" y=\"{}\" text-anchor=\"{}\">{:+.3f}</text>\n",
+          std::min(middle, middle + length), y, std::max(1.0, std::abs(length)), kRow - 6,
+          middle + length + (length < 0 ? -6 : 6), y + 13, length < 0 ? "end" : "start",
+          source.policy_gap());
+    }
+    y += kRow;
+  }
+  return Svg("policy gap by source, nats", height, svg);
+}
+
+std::string SourcesTable(const v1::Statistics& statistics) {
+  std::vector<std::vector<std::string>> rows;
+  for (const v1::SourceReport& s : statistics.sources()) {
+    rows.push_back({EscapeHtml(s.source()), fmt::format("{}", s.samples()),
+                    fmt::format("{}", s.tokens()), fmt::format("{}", s.supervised_tokens()),
+                    Number(s.surprise()), Number(s.entropy()),
+                    std::isnan(s.policy_gap())
+                        ? "–"
+                        : fmt::format("{:+.3f} ± {:.3f}", s.policy_gap(), s.policy_gap_error()),
+                    fmt::format("{}", s.answers()), fmt::format("{}", s.hit_limit()),
+                    fmt::format("{}", s.empty()), fmt::format("{}", s.looping())});
+  }
+  return HtmlTable({"source", "#samples", "#tokens", "#supervised", "#−log p", "#entropy",
+                    "#policy gap", "#answers", "#hit limit", "#empty", "#looping"},
+                   rows);
+}
+
+std::string AlarmsList(const v1::Statistics& statistics) {
+  if (statistics.alarms().empty()) return "<p>No alarms.</p>\n";
+  std::string html = "<ul>\n";
+  for (const v1::Alarm& alarm : statistics.alarms()) {
+    html += fmt::format("<li class=\"bad\"><b>{}</b>: {}</li>\n", EscapeHtml(alarm.kind()),
+                        EscapeHtml(alarm.message()));
+  }
+  return html + "</ul>\n";
+}
+
+}  // namespace
+
+std::string StatisticsHtml(const v1::Statistics& statistics) {
+  std::string html = fmt::format("<h2>Alarms</h2>\n{}", AlarmsList(statistics));
+  html += fmt::format(
+      "<h2>Rms of rows by boundary</h2>\n<p class=\"dim\">{} rows of {} samples. Boundary k is the "
+      "residual stream after k layers. Median, and 1 to 99 % of the rows; logarithmic.</p>\n{}{}",
+      statistics.rows(), statistics.samples(), RangesSvg(statistics), BoundariesTable(statistics));
+  html += fmt::format("<h2>Rows by rms</h2>\n{}", HistogramsSvg(statistics));
+  html += fmt::format(
+      "<h2>Channels with most energy</h2>\n<p class=\"dim\">A few channels that hold most of it "
+      "are "
+      "normal in this family of models.</p>\n{}",
+      OutliersTable(statistics));
+  html += fmt::format(
+      "<h2>Sources</h2>\n<p class=\"dim\">Policy gap: mean −log p of the supervised tokens less "
+      "the "
+      "mean entropy there, in nats. About 0 for the model's own text at temperature 1, below for "
+      "lower temperatures, far above for text of another model, template or thinking mode.</p>\n"
+      "{}{}",
+      GapsSvg(statistics), SourcesTable(statistics));
+  return html;
+}
+
+}  // namespace statetap

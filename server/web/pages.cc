@@ -1,0 +1,275 @@
+#include "server/web/pages.h"
+
+#include <algorithm>
+#include <charconv>
+#include <cmath>
+
+#include "proto/messages/html.h"
+#include "proto/messages/statistics.h"
+#include "proto/messages/statistics_html.h"
+#include "statetap/v1/jobs.pb.h"
+
+namespace statetap {
+namespace {
+
+constexpr int64_t kRowsAPage = 100;
+
+// A page that changes asks for itself every two seconds and takes the new <main>, unless nobody
+// looks or something is selected.
+constexpr std::string_view kScript = R"js("use strict";
+setInterval(async () => {
+  const main = document.querySelector("main[data-live]");
+  if (!main || document.hidden || String(getSelection())) return;
+  try {
+    const answer = await fetch(location.href);
+    const page = new DOMParser().parseFromString(await answer.text(), "text/html");
+    const fresh = page.querySelector("main");
+    if (answer.ok && fresh && fresh.innerHTML !== main.innerHTML) main.replaceWith(fresh);
+    document.getElementById("state").textContent = "";
+  } catch (error) {
+    document.getElementById("state").textContent = "The server does not answer.";
+  }
+}, 2000);
+)js";
+
+// For a link: everything but letters and digits as %XX.
+std::string EscapeUrl(std::string_view text) {
+  std::string out;
+  for (const char c : text) {
+    const bool plain = (c >= '0' && c <= '9') || (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z');
+    out += plain ? std::string(1, c) : fmt::format("%{:02X}", static_cast<unsigned char>(c));
+  }
+  return out;
+}
+
+std::string Link(std::string_view target, std::string_view text) {
+  return fmt::format("<a href=\"{}\">{}</a>", target, EscapeHtml(text));
+}
+
+std::string JobLink(const JobRecord& job) {
+  return Link(fmt::format("/job?id={}", EscapeUrl(job.id)), job.name);
+}
+
+std::string Bytes(int64_t bytes) {
+  constexpr const char* kUnits[] = {"B", "KiB", "MiB", "GiB", "TiB"};
+  double value = static_cast<double>(bytes);
+  size_t unit = 0;
+  for (; value >= 1024 && unit + 1 < std::size(kUnits); ++unit) value /= 1024;
+  return fmt::format("{:.4g} {}", value, kUnits[unit]);
+}
+
+std::string Progress(const JobRecord& job) {
+  const JobCounts& c = job.counts;
+  return fmt::format("<progress max=\"{}\" value=\"{}\" aria-label=\"done\"></progress>",
+                     std::max<int64_t>(1, c.submitted), c.submitted - c.to_do);
+}
+
+enum class Live { kNo, kYes };
+std::string Page(std::string_view title, Live live, std::string_view body) {
+  return HtmlPage(
+      fmt::format("{} · Statetap", title), "<script src=\"/page.js\" defer></script>\n",
+      fmt::format("<p class=\"dim\"><a href=\"/\">Jobs</a> <span id=\"state\" class=\"bad\" "
+                  "role=\"status\"></span></p>\n<main{}>\n<h1>{}</h1>\n{}</main>",
+                  live == Live::kYes ? " data-live" : "", EscapeHtml(title), body));
+}
+
+std::string Row(std::string_view name, std::string_view html) {
+  return fmt::format("<tr><th>{}</th><td class=\"wide\">{}</td></tr>\n", name, html);
+}
+
+std::string ValueOf(const Pages::Query& query, const std::string& key) {
+  const auto found = query.find(key);
+  return found == query.end() ? "" : found->second;
+}
+
+}  // namespace
+
+Pages::Reply Pages::Get(const std::string& path, const Query& query) {
+  if (path == "/page.js") return {.type = "text/javascript", .body = std::string(kScript)};
+  absl::StatusOr<std::string> page = absl::NotFoundError("there is no such page");
+  if (path == "/") page = Jobs();
+  if (path == "/job") page = Job(ValueOf(query, "id"));
+  if (path == "/samples") page = Samples(ValueOf(query, "job"), ValueOf(query, "after"));
+  if (path == "/sample") page = Sample(ValueOf(query, "job"), ValueOf(query, "id"));
+  if (page.ok()) return {.body = *std::move(page)};
+  return {.status = absl::IsNotFound(page.status()) ? 404 : 500,
+          .body = Page("Not shown", Live::kNo,
+                       fmt::format("<p>{}</p>", EscapeHtml(MessageOf(page.status()))))};
+}
+
+std::string Pages::Jobs() {
+  const absl::StatusOr<std::vector<JobRecord>> jobs = store_.ListJobs();
+  std::string body = fmt::format("<p>{}, {} layers of hidden {}</p>\n", EscapeHtml(model_.name),
+                                 model_.config.num_layers, model_.config.hidden);
+  if (const absl::Status engine = runner_.engine_status(); !engine.ok()) {
+    body += fmt::format("<p class=\"bad\">The engine has stopped: {}</p>\n",
+                        EscapeHtml(MessageOf(engine)));
+  }
+  if (!jobs.ok()) {
+    return Page("Jobs", Live::kYes,
+                fmt::format("<p class=\"bad\">{}</p>", EscapeHtml(MessageOf(jobs.status()))));
+  }
+  if (jobs->empty()) body += "<p>No jobs yet: <code>statetap submit prompts.jsonl</code></p>\n";
+  std::vector<std::vector<std::string>> rows;
+  for (const JobRecord& job : *jobs) {
+    const JobRunner::Live live = runner_.LiveOf(job.key);
+    const JobCounts& c = job.counts;
+    rows.push_back({JobLink(job), std::string(NameOf(job.state)), Progress(job),
+                    fmt::format("{}", c.submitted), fmt::format("{}", c.stored),
+                    fmt::format("{}", c.rejected), fmt::format("{}", c.cancelled),
+                    fmt::format("{}", c.to_do), fmt::format("{}", job.tokens), Bytes(job.bytes),
+                    HasEnded(job.state) ? "–" : fmt::format("{:.0f}", live.tokens_per_second)});
+  }
+  if (!rows.empty()) {
+    body += HtmlTable({"job", "state", "done", "#submitted", "#stored", "#rejected", "#cancelled",
+                       "#to do", "#tokens", "#bytes", "#tok/s"},
+                      rows);
+  }
+  return Page("Jobs", Live::kYes, body);
+}
+
+std::string Pages::JobFacts(const JobRecord& job) {
+  const JobRunner::Live live = runner_.LiveOf(job.key);
+  const JobCounts& c = job.counts;
+  v1::JobOptions options;
+  options.ParseFromString(job.options);
+  std::string rows = Row("state", fmt::format("{} {}", NameOf(job.state), Progress(job)));
+  if (!job.message.empty()) rows += Row("message", EscapeHtml(job.message));
+  rows +=
+      Row("samples", fmt::format("{} submitted = {} stored + {} rejected + {} cancelled + {} to "
+                                 "do; of the stored {} excluded, {} evicted",
+                                 c.submitted, c.stored, c.rejected, c.cancelled, c.to_do,
+                                 c.excluded, c.evicted));
+  rows += Row("tokens", fmt::format("{}, {} of them generated; {}", job.tokens, job.generated,
+                                    Bytes(job.bytes)));
+  if (!HasEnded(job.state))
+    rows += Row("rate", fmt::format("{:.0f} tok/s", live.tokens_per_second));
+  std::vector<int> boundaries(options.taps().begin(), options.taps().end());
+  if (!options.no_final()) boundaries.push_back(model_.config.num_layers);
+  std::vector<int> outputs;
+  for (const int boundary : boundaries) outputs.push_back(boundary - 1);
+  rows += Row("boundaries", fmt::format("{} (outputs of layers {})", fmt::join(boundaries, ", "),
+                                        fmt::join(outputs, ", ")));
+  rows += Row("sampling", fmt::format("temperature {}, top-p {}, seed {}", options.temperature(),
+                                      options.top_p(), options.seed()));
+  rows += Row("shards in", EscapeHtml(folders_.Folder(job.id).string()));
+  return "<table>" + rows + "</table>\n";
+}
+
+std::string Pages::ShardsTable(const JobRecord& job) {
+  const absl::StatusOr<std::vector<ShardRow>> shards = store_.Shards(job.key);
+  if (!shards.ok() || shards->empty()) return "<p>No committed shards yet.</p>\n";
+  std::vector<std::vector<std::string>> rows;
+  for (const ShardRow& shard : *shards) {
+    rows.push_back({EscapeHtml(folders_.FromStored(shard.path).filename().string()),
+                    fmt::format("{}", shard.samples), fmt::format("{}", shard.rows),
+                    Bytes(shard.bytes), EscapeHtml(shard.digest), shard.evicted ? "evicted" : ""});
+  }
+  return HtmlTable({"shard", "#samples", "#rows", "#bytes", "digest", ""}, rows);
+}
+
+std::string Pages::RejectedTable(const JobRecord& job) {
+  const absl::StatusOr<std::vector<SampleListing>> rejected =
+      store_.Rejected(job.key, -1, kRowsAPage);
+  if (!rejected.ok() || rejected->empty()) return "<p>None.</p>\n";
+  std::vector<std::vector<std::string>> rows;
+  for (const SampleListing& listing : *rejected) {
+    const Rejection rejection = listing.sample.rejection.value_or(Rejection{});
+    rows.push_back({EscapeHtml(listing.sample.id), fmt::format("{}", listing.sample.source_line),
+                    EscapeHtml(rejection.reason), EscapeHtml(rejection.message)});
+  }
+  std::string html = HtmlTable({"id", "#line", "reason", "message"}, rows);
+  if (job.counts.rejected > kRowsAPage) {
+    html += fmt::format("<p>The first {} of {}; <code>statetap rejected</code> lists all.</p>\n",
+                        kRowsAPage, job.counts.rejected);
+  }
+  return html;
+}
+
+absl::StatusOr<std::string> Pages::Job(const std::string& id) {
+  STATETAP_ASSIGN_OR_RETURN(const JobRecord job, store_.GetJob(id));
+  std::string body = JobFacts(job);
+  if (job.counts.stored > 0) {
+    body += fmt::format("<p>{}</p>\n", Link(fmt::format("/samples?job={}", EscapeUrl(job.id)),
+                                            "Samples, token by token"));
+  }
+  const auto statistics = shards_.Statistics(job);
+  if (!statistics.ok()) {
+    body += fmt::format("<p class=\"bad\">{}</p>\n", EscapeHtml(MessageOf(statistics.status())));
+  } else if (!statistics->statistics.empty()) {
+    body += StatisticsHtml(StatisticsMessage(*statistics, Channels::kNo));
+  }
+  body +=
+      fmt::format("<h2>Shards</h2>\n{}<h2>Rejected</h2>\n{}", ShardsTable(job), RejectedTable(job));
+  return Page(job.name, HasEnded(job.state) ? Live::kNo : Live::kYes, body);
+}
+
+absl::StatusOr<std::string> Pages::Samples(const std::string& id, const std::string& after) {
+  STATETAP_ASSIGN_OR_RETURN(const JobRecord job, store_.GetJob(id));
+  int64_t from = -1;
+  std::from_chars(after.data(), after.data() + after.size(), from);
+  STATETAP_ASSIGN_OR_RETURN(const auto listings, store_.Stored(job.key, from, kRowsAPage));
+  std::vector<std::vector<std::string>> rows;
+  for (const SampleListing& listing : listings) {
+    const StoredSample& stored = listing.stored;
+    rows.push_back(
+        {Link(fmt::format("/sample?job={}&id={}", EscapeUrl(job.id), EscapeUrl(listing.sample.id)),
+              listing.sample.id),
+         EscapeHtml(listing.sample.source), EscapeHtml(listing.sample.split),
+         fmt::format("{}", listing.sample.prompt_tokens), fmt::format("{}", stored.rows),
+         fmt::format("{}", stored.supervised), EscapeHtml(stored.finish),
+         stored.mean_logprob ? fmt::format("{:.3f}", *stored.mean_logprob) : "–",
+         listing.excluded ? "excluded" : ""});
+  }
+  std::string body = fmt::format("<p>{}</p>\n", JobLink(job)) +
+                     HtmlTable({"id", "source", "split", "#prompt", "#tokens", "#supervised",
+                                "finish", "#mean log p", ""},
+                               rows);
+  if (static_cast<int64_t>(listings.size()) == kRowsAPage) {
+    body +=
+        fmt::format("<p>{}</p>\n", Link(fmt::format("/samples?job={}&after={}", EscapeUrl(job.id),
+                                                    listings.back().sample.index),
+                                        "Next"));
+  }
+  return Page(fmt::format("Samples of {}", job.name), Live::kNo, body);
+}
+
+// Supervised tokens marked; each token tells its id and log-probability when pointed at.
+absl::StatusOr<std::string> Pages::Tokens(const SampleRecord& record) {
+  std::string html = "<div class=\"tokens\">";
+  StreamDecoder decoder(*model_.tokenizer);
+  for (size_t t = 0; t < record.input_ids.size(); ++t) {
+    const int32_t id = record.input_ids[t];
+    if (id < 0 || id >= model_.tokenizer->vocab()) {
+      return absl::FailedPreconditionError(
+          fmt::format("token {} is {}: the sample is of another tokenizer", t, id));
+    }
+    std::string title = fmt::format("token {}, id {}", t, id);
+    if (t < record.logprobs.size() && std::isfinite(record.logprobs[t])) {
+      title += fmt::format(", log p {:.3f}", record.logprobs[t]);
+    }
+    html += fmt::format("<span{} title=\"{}\">{}</span>", record.loss_mask[t] ? " class=\"s\"" : "",
+                        title, EscapeHtml(decoder.Add(id)));
+  }
+  return html + fmt::format("<span>{}</span></div>\n", EscapeHtml(decoder.Finish()));
+}
+
+absl::StatusOr<std::string> Pages::Sample(const std::string& job_id, const std::string& id) {
+  STATETAP_ASSIGN_OR_RETURN(const JobRecord job, store_.GetJob(job_id));
+  STATETAP_ASSIGN_OR_RETURN(const IndexedSample sample, store_.FindStored(job.key, id));
+  STATETAP_ASSIGN_OR_RETURN(const ShardRow row, store_.GetShard(job.key, sample.shard));
+  STATETAP_ASSIGN_OR_RETURN(const auto shard, shards_.Open(row));
+  STATETAP_ASSIGN_OR_RETURN(const SampleRecord record, shard->ReadRecord(sample.position));
+  STATETAP_ASSIGN_OR_RETURN(const std::string tokens, Tokens(record));
+  return Page(
+      record.id, Live::kNo,
+      fmt::format(
+          "<p>{}: source {}, split {}, {} tokens, {} of them prompt, {} supervised "
+          "(<span class=\"tokens\"><span class=\"s\">marked</span></span>), finish {}</p>\n{}",
+          JobLink(job), EscapeHtml(record.source), EscapeHtml(record.split),
+          record.input_ids.size(), record.prompt_tokens,
+          std::ranges::count(record.loss_mask, uint8_t{1}), EscapeHtml(record.finish_reason),
+          tokens));
+}
+
+}  // namespace statetap
