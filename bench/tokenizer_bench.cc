@@ -16,7 +16,9 @@ namespace {
 absl::Status Main(const std::string& model, const std::string& text_file, const char* ids_file) {
   STATETAP_ASSIGN_OR_RETURN(const Tokenizer tokenizer, Tokenizer::Open(model));
   STATETAP_ASSIGN_OR_RETURN(const std::string text, ReadWholeFile(text_file));
-  STATETAP_RETURN_IF_ERROR(tokenizer.Encode(text.substr(0, text.size() / 8)).status());  // warm
+  size_t warm = text.size() / 8;
+  while (warm > 0 && (text[warm] & 0xC0) == 0x80) --warm;  // not inside a character
+  STATETAP_RETURN_IF_ERROR(tokenizer.Encode(text.substr(0, warm)).status());
   const std::clock_t begun = std::clock();
   STATETAP_ASSIGN_OR_RETURN(const std::vector<int32_t> ids, tokenizer.Encode(text));
   fmt::print("{:.6f}\n", static_cast<double>(std::clock() - begun) / CLOCKS_PER_SEC);
