@@ -19,7 +19,7 @@ namespace {
 
 struct StatsFlags {
   std::vector<std::string> source;
-  std::string where, html, as, model;
+  std::string where, by, html, as, model;
   bool plot = false, channels = false;
 };
 
@@ -88,6 +88,40 @@ absl::Status WriteReport(const StatsFlags& flags, const v1::Statistics& statisti
                                                   StatisticsHtml(statistics))));
 }
 
+// A text of --where.
+std::string SourceIs(const std::string& source) {
+  std::string quoted;
+  for (const char c : source) {
+    if (c == '"' || c == '\\') quoted += '\\';
+    quoted += c;
+  }
+  return fmt::format("source == \"{}\"", quoted);
+}
+
+absl::StatusOr<int> StatsBySource(Context& context, const StatsFlags& flags) {
+  STATETAP_ASSIGN_OR_RETURN(const v1::Statistics all, StatisticsOf(context, flags));
+  if (all.sources().empty())
+    return absl::FailedPreconditionError("no stored sample to tell of, so no statistics");
+  Json list = Json::array();
+  for (const v1::SourceReport& source : all.sources()) {
+    StatsFlags one = flags;
+    one.where = SourceIs(source.source());
+    if (!flags.where.empty()) one.where += fmt::format(" and ({})", flags.where);
+    STATETAP_ASSIGN_OR_RETURN(const v1::Statistics statistics, StatisticsOf(context, one));
+    if (context.json) {
+      Json json = {{"source", source.source()}};
+      json.update(JsonOf(statistics));
+      list.push_back(std::move(json));
+      continue;
+    }
+    context.out << fmt::format("source {}: ", Printable(source.source()));
+    PrintTable(context, statistics);
+    context.out << '\n';
+  }
+  if (context.json) context.PrintJson({{"by_source", std::move(list)}});
+  return kExitDone;
+}
+
 absl::StatusOr<int> Stats(Context& context, const StatsFlags& flags) {
   STATETAP_ASSIGN_OR_RETURN(const v1::Statistics statistics, StatisticsOf(context, flags));
   if (context.json) context.PrintJson(JsonOf(statistics));
@@ -118,6 +152,7 @@ Command StatsCommand() {
       "text at temperature 1.\n\n"
       "Examples:\n  statetap stats prompts.jsonl --plot\n"
       "  statetap stats mine --where 'source == \"toolbench\"'\n"
+      "  statetap stats mine --by source\n"
       "  statetap stats shards/ --json --channels > channels.json\n"
       "  statetap stats --as speculators data/ --model models/tiny-kimi",
       [](CLI::App& app) -> Runner {
@@ -125,6 +160,8 @@ Command StatsCommand() {
         app.add_option("SOURCE", flags->source, "One job, or any number of shard files and folders")
             ->required();
         app.add_option("--where", flags->where, std::string(kWhereHelp));
+        app.add_option("--by", flags->by, "source: a table each, of its states read anew")
+            ->check(CLI::IsMember({"source"}));
         app.add_flag("--plot", flags->plot, "Draw row norms by boundary and their histograms");
         app.add_option("--html", flags->html, "Write a report: one file, with pictures");
         app.add_flag("--channels", flags->channels, "With --json: figures of every channel too");
@@ -136,7 +173,10 @@ Command StatsCommand() {
           if (!flags->as.empty()) return RunPackage(context, app, "statetap.foreign", "");
           if (!flags->model.empty())
             return absl::InvalidArgumentError("--model: it goes with --as alone");
-          return Stats(context, *flags);
+          if (flags->by.empty()) return Stats(context, *flags);
+          if (flags->plot || !flags->html.empty())
+            return absl::InvalidArgumentError("--by: it does not go with --plot or --html");
+          return StatsBySource(context, *flags);
         };
       }};
 }

@@ -401,6 +401,10 @@ class LifeTest(unittest.TestCase):
         statistics = self.server.json("stats", "where", "--where", where)
         self.assertEqual(statistics["samples"], 5)
         self.assertEqual(statistics["rows"], sum(sample["tokens"] for sample in listed))
+        whole, by_source = self.server.json("stats", job["id"]), self.server.json("stats", job["id"], "--by", "source")["by_source"]
+        self.assertEqual([(one["source"], one["samples"], one["rows"]) for one in by_source],
+                         [(one["source"], one["samples"], one["tokens"]) for one in whole["sources"]])
+        self.assertEqual(sum(one["rows"] for one in by_source), whole["rows"])
         local = json.loads(self.server.cli("stats", job["shards_path"], "--where", where, "--json").stdout)
         self.assertEqual(local["boundaries"], statistics["boundaries"])
         self.server.cli("exclude", "where", "--where", where, "--undo")
