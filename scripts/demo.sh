@@ -39,7 +39,7 @@ run submit "$root/examples/prompts_64.jsonl" --name demo --wait
 run show demo
 
 say "3. What was captured"
-run samples demo | head -n 8
+run samples demo | sed -n 1,8p   # reads to the end: head would break the pipe of whoever still writes
 run view demo prompt-64-000000
 run stats demo --plot
 run check demo
