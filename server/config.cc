@@ -74,7 +74,8 @@ void AddOptions(CLI::App& app, ServerConfig& config, double& kv_cache_gib, std::
       ->required();
   app.add_option("--listen", config.listen, "HOST:PORT of gRPC; port 0 picks one")
       ->capture_default_str();
-  app.add_option("--http", config.http, "HOST:PORT of /healthz and /metrics; empty: off")
+  app.add_option("--http", config.http,
+                 "HOST:PORT of the web page, /healthz and /metrics; empty: off")
       ->capture_default_str();
   app.add_option("--shards", config.shards, "Folders where shards go (default: DATA/shards)")
       ->delimiter(',');

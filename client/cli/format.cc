@@ -26,18 +26,6 @@ bool TakeNumber(std::string_view& text, double& value) {
 
 }  // namespace
 
-std::string FormatBytes(int64_t bytes) {
-  constexpr std::array<std::string_view, 6> kUnits = {"B", "KiB", "MiB", "GiB", "TiB", "PiB"};
-  auto value = static_cast<double>(bytes);
-  size_t unit = 0;
-  // 1023.96 would print as 1024.0.
-  while (value >= 1023.95 && unit + 1 < kUnits.size()) {
-    value /= 1024;
-    ++unit;
-  }
-  return unit == 0 ? fmt::format("{} B", bytes) : fmt::format("{:.1f} {}", value, kUnits[unit]);
-}
-
 std::string FormatCount(int64_t count) {
   std::string text = std::to_string(count);
   const size_t first = count < 0 ? 1 : 0;

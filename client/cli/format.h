@@ -1,4 +1,4 @@
-// Numbers as people read them, and as they type them.
+// Numbers as people read them (FormatBytes is of extractor/base/text.h), and as they type them.
 #pragma once
 
 #include <cstdint>
@@ -6,10 +6,10 @@
 #include <string_view>
 
 #include "extractor/base/status.h"
+#include "extractor/base/text.h"
 
 namespace statetap {
 
-std::string FormatBytes(int64_t bytes);             // "812 B", "3.4 MiB"
 std::string FormatCount(int64_t count);             // "25,000"
 std::string FormatRate(double per_second);          // "0.4", "87", "12,300"
 std::string FormatSeconds(double seconds);          // "0:07", "12:30", "3:07:05", "2 d 03:00:00"

@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <array>
 
 namespace statetap {
 namespace {
@@ -18,6 +19,18 @@ std::string CutMiddle(std::string_view text, size_t most) {
   while (end < text.size() && Continues(text[end])) ++end;
   return fmt::format("{}… ({} bytes left out) …{}", text.substr(0, begin), end - begin,
                      text.substr(end));
+}
+
+std::string FormatBytes(int64_t bytes) {
+  constexpr std::array<std::string_view, 6> kUnits = {"B", "KiB", "MiB", "GiB", "TiB", "PiB"};
+  auto value = static_cast<double>(bytes);
+  size_t unit = 0;
+  // 1023.96 would print as 1024.0.
+  while (value >= 1023.95 && unit + 1 < kUnits.size()) {
+    value /= 1024;
+    ++unit;
+  }
+  return unit == 0 ? fmt::format("{} B", bytes) : fmt::format("{:.1f} {}", value, kUnits[unit]);
 }
 
 size_t CountCharacters(std::string_view text) {

@@ -122,11 +122,17 @@ absl::StatusOr<JobPlan> PlanJob(const v1::JobOptions& given, bool generate,
   if (!(options.eval_fraction() >= 0 && options.eval_fraction() < 1))
     return Invalid("eval_fraction", options.eval_fraction(), "give 0 or more, below 1");
   if (capture == Capture::kNo) return plan;
-  STATETAP_ASSIGN_OR_RETURN(plan.boundaries, CheckedTaps(given, model));
-  options.mutable_taps()->Assign(plan.boundaries.begin(), plan.boundaries.end());
-  if (!options.no_final() && plan.boundaries.back() != model.config.num_layers)
-    plan.boundaries.push_back(model.config.num_layers);
+  STATETAP_ASSIGN_OR_RETURN(const std::vector<int> taps, CheckedTaps(given, model));
+  options.mutable_taps()->Assign(taps.begin(), taps.end());
+  plan.boundaries = BoundariesOf(options, model.config.num_layers);
   return plan;
+}
+
+std::vector<int> BoundariesOf(const v1::JobOptions& options, int layers) {
+  std::vector<int> boundaries(options.taps().begin(), options.taps().end());
+  if (!options.no_final() && (boundaries.empty() || boundaries.back() != layers))
+    boundaries.push_back(layers);
+  return boundaries;
 }
 
 StatesDtype DtypeOf(const JobPlan& plan) {

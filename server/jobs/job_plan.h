@@ -26,6 +26,10 @@ absl::StatusOr<JobPlan> PlanJob(const v1::JobOptions& options, bool generate,
 // Of a stored job, whose defaults were filled in when it was made.
 absl::StatusOr<JobPlan> PlanOfStored(std::string_view serialized_options, const ServedModel& model);
 
+// The captured ones of options with their taps filled in: the taps and, unless it is left out, the
+// final one (`layers`).
+std::vector<int> BoundariesOf(const v1::JobOptions& options, int layers);
+
 // What the job's content depends on besides its options.
 ContentConfig ContentOf(const JobPlan& plan, const ServedModel& model);
 

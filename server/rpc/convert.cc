@@ -4,6 +4,7 @@
 
 #include "extractor/base/digest.h"
 #include "extractor/base/text.h"
+#include "server/jobs/job_plan.h"
 
 namespace statetap {
 namespace {
@@ -75,11 +76,7 @@ v1::Job ToProto(const JobRecord& job, const JobRunner::Live& live, const ServedM
   proto.set_started_unix_ms(job.started_ms);
   proto.set_ended_unix_ms(job.ended_ms);
   proto.set_shards_path(folders.Folder(job.id).string());
-  std::vector<int> boundaries(options.taps().begin(), options.taps().end());
-  const int layers = model.config.num_layers;
-  if (!options.no_final() && (boundaries.empty() || boundaries.back() != layers))
-    boundaries.push_back(layers);
-  for (const int boundary : boundaries) {
+  for (const int boundary : BoundariesOf(options, model.config.num_layers)) {
     proto.add_boundaries(boundary);
     proto.add_layer_outputs(boundary - 1);
   }

@@ -4,9 +4,11 @@
 #include <charconv>
 #include <cmath>
 
+#include "extractor/base/text.h"
 #include "proto/messages/html.h"
 #include "proto/messages/statistics.h"
 #include "proto/messages/statistics_html.h"
+#include "server/jobs/job_plan.h"
 #include "statetap/v1/jobs.pb.h"
 
 namespace statetap {
@@ -48,14 +50,6 @@ std::string Link(std::string_view target, std::string_view text) {
 
 std::string JobLink(const JobRecord& job) {
   return Link(fmt::format("/job?id={}", EscapeUrl(job.id)), job.name);
-}
-
-std::string Bytes(int64_t bytes) {
-  constexpr const char* kUnits[] = {"B", "KiB", "MiB", "GiB", "TiB"};
-  double value = static_cast<double>(bytes);
-  size_t unit = 0;
-  for (; value >= 1024 && unit + 1 < std::size(kUnits); ++unit) value /= 1024;
-  return fmt::format("{:.4g} {}", value, kUnits[unit]);
 }
 
 std::string Progress(const JobRecord& job) {
@@ -117,7 +111,8 @@ std::string Pages::Jobs() {
     rows.push_back({JobLink(job), std::string(NameOf(job.state)), Progress(job),
                     fmt::format("{}", c.submitted), fmt::format("{}", c.stored),
                     fmt::format("{}", c.rejected), fmt::format("{}", c.cancelled),
-                    fmt::format("{}", c.to_do), fmt::format("{}", job.tokens), Bytes(job.bytes),
+                    fmt::format("{}", c.to_do), fmt::format("{}", job.tokens),
+                    FormatBytes(job.bytes),
                     HasEnded(job.state) ? "–" : fmt::format("{:.0f}", live.tokens_per_second)});
   }
   if (!rows.empty()) {
@@ -141,11 +136,10 @@ std::string Pages::JobFacts(const JobRecord& job) {
                                  c.submitted, c.stored, c.rejected, c.cancelled, c.to_do,
                                  c.excluded, c.evicted));
   rows += Row("tokens", fmt::format("{}, {} of them generated; {}", job.tokens, job.generated,
-                                    Bytes(job.bytes)));
+                                    FormatBytes(job.bytes)));
   if (!HasEnded(job.state))
     rows += Row("rate", fmt::format("{:.0f} tok/s", live.tokens_per_second));
-  std::vector<int> boundaries(options.taps().begin(), options.taps().end());
-  if (!options.no_final()) boundaries.push_back(model_.config.num_layers);
+  const std::vector<int> boundaries = BoundariesOf(options, model_.config.num_layers);
   std::vector<int> outputs;
   for (const int boundary : boundaries) outputs.push_back(boundary - 1);
   rows += Row("boundaries", fmt::format("{} (outputs of layers {})", fmt::join(boundaries, ", "),
@@ -163,7 +157,8 @@ std::string Pages::ShardsTable(const JobRecord& job) {
   for (const ShardRow& shard : *shards) {
     rows.push_back({EscapeHtml(folders_.FromStored(shard.path).filename().string()),
                     fmt::format("{}", shard.samples), fmt::format("{}", shard.rows),
-                    Bytes(shard.bytes), EscapeHtml(shard.digest), shard.evicted ? "evicted" : ""});
+                    FormatBytes(shard.bytes), EscapeHtml(shard.digest),
+                    shard.evicted ? "evicted" : ""});
   }
   return HtmlTable({"shard", "#samples", "#rows", "#bytes", "digest", ""}, rows);
 }

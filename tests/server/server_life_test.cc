@@ -205,6 +205,9 @@ TEST_F(ServerLifeTest, PagesShowJobsSamplesAndRejects) {
   v1::JobOptions options;
   options.set_name("a <i>job</i>");
   options.set_mode(v1::JOB_MODE_PREFILL);
+  const int layers = FakeModel().config.num_layers;
+  options.add_taps(1);
+  options.add_taps(layers);  // the final boundary, by name: once all the same
   hostile.mutable_chat()->set_messages_json(
       R"([{"role":"user","content":"<b>bold</b>"},{"role":"assistant","content":"<script>"}])");
   v1::Job job;
@@ -228,6 +231,7 @@ TEST_F(ServerLifeTest, PagesShowJobsSamplesAndRejects) {
   EXPECT_THAT(page("/"), HasSubstr("a &lt;i&gt;job&lt;/i&gt;"));
   const std::string shown = page("/job?id=" + job.id());
   EXPECT_THAT(shown, HasSubstr("2 submitted = 1 stored + 1 rejected"));
+  EXPECT_THAT(shown, HasSubstr(fmt::format("1, {} (outputs of layers 0, {})", layers, layers - 1)));
   EXPECT_THAT(shown, HasSubstr("<svg"));
   EXPECT_THAT(shown, HasSubstr("refused"));
   EXPECT_THAT(page("/samples?job=" + job.id()), HasSubstr("&lt;script&gt;alert(1)"));
