@@ -6,6 +6,7 @@
 #include <cstdio>
 #include <functional>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "extractor/base/status.h"
@@ -19,6 +20,11 @@ struct Comparison {
   std::string unit = "GB/s";
   int rounds = 5;
 };
+
+// Whether `name` is among `cases`, which have commas between.
+inline bool HasCase(const std::string& cases, std::string_view name) {
+  return ("," + cases + ",").find(fmt::format(",{},", name)) != std::string::npos;
+}
 
 inline double Median(std::vector<double> values) {
   std::sort(values.begin(), values.end());

@@ -175,12 +175,9 @@ absl::Status Run(const Options& options, const fs::path& folder) {
   std::printf("%zu files, %.2f GB of tensors, %d threads, reads of %lld MiB\n",
               index.files().size(), static_cast<double>(BytesOf(index)) / 1e9, NumThreads(),
               static_cast<long long>(kBlock >> 20));
-  const auto wanted = [&](std::string_view name) {
-    return ("," + options.cases + ",").find(fmt::format(",{},", name)) != std::string::npos;
-  };
-  if (wanted("read"))
+  if (HasCase(options.cases, "read"))
     STATETAP_RETURN_IF_ERROR(Case(options, index, "read", [&] { return Read(index); }));
-  if (wanted("cpu")) {
+  if (HasCase(options.cases, "cpu")) {
     if (AvailableBytes() < BytesOf(index) * 5 / 4) {
       std::printf("cpu: left out, the weights do not fit the memory that is free\n");
     } else {
@@ -188,7 +185,7 @@ absl::Status Run(const Options& options, const fs::path& folder) {
           Case(options, index, "cpu", [&] { return Prepare(index, MakeCpuBackends(1, 1)); }));
     }
   }
-  if (!wanted("cuda")) return absl::OkStatus();
+  if (!HasCase(options.cases, "cuda")) return absl::OkStatus();
 #ifdef STATETAP_CUDA
   if (NumGpus() > 0) {
     return Case(options, index, "cuda",

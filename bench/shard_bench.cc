@@ -21,6 +21,7 @@
 #include <string>
 #include <vector>
 
+#include "bench/case_options.h"
 #include "bench/compare.h"
 #include "extractor/base/file.h"
 #include "extractor/base/json.h"
@@ -32,15 +33,9 @@ namespace {
 namespace fs = std::filesystem;
 using Clock = std::chrono::steady_clock;
 
-struct Options {
-  fs::path work = fs::temp_directory_path();
-  int samples = 8, tokens = 2048, rounds = 5;
-  std::string cases = "write,write-statistics,write-fp8,read";
-};
-
 class ShardBench {
  public:
-  ShardBench(const Options& options, fs::path folder)
+  ShardBench(const CaseOptions& options, fs::path folder)
       : options_(options), folder_(std::move(folder)) {
     config_.hidden = 7168;
     config_.layers = 61;
@@ -71,7 +66,7 @@ class ShardBench {
         Case("write-statistics", write(Statistics::kCompute, StatesDtype::kBf16), "pwrite", plain));
     STATETAP_RETURN_IF_ERROR(
         Case("write-fp8", write(Statistics::kCompute, StatesDtype::kFp8), "", nullptr));
-    if (!Wanted("read")) return absl::OkStatus();
+    if (!HasCase(options_.cases, "read")) return absl::OkStatus();
     STATETAP_RETURN_IF_ERROR(
         WriteShard("read.h5", Statistics::kLeaveOut, StatesDtype::kBf16, Keep::kYes).status());
     for (int i = 0; i < options_.samples; ++i) STATETAP_RETURN_IF_ERROR(WriteSafetensors(i));
@@ -82,9 +77,6 @@ class ShardBench {
 
  private:
   enum class Keep { kYes, kNo };
-  bool Wanted(std::string_view name) const {
-    return ("," + options_.cases + ",").find(fmt::format(",{},", name)) != std::string::npos;
-  }
   int64_t StatesBytes() const {
     return int64_t{options_.samples} * options_.tokens * 2 * config_.hidden *
            static_cast<int64_t>(config_.boundaries.size());
@@ -197,7 +189,7 @@ class ShardBench {
 
   absl::Status Case(const std::string& name, const Measure& ours, const std::string& baseline_name,
                     const Measure& baseline) {
-    if (!Wanted(name)) return absl::OkStatus();
+    if (!HasCase(options_.cases, name)) return absl::OkStatus();
     buffer_.resize(states_[0].size());
     return Compare({.bench = "shard_bench",
                     .name = name,
@@ -206,7 +198,7 @@ class ShardBench {
                    ours, baseline);
   }
 
-  const Options options_;
+  const CaseOptions options_;
   const fs::path folder_;
   ShardConfig config_;
   SampleRecord record_;
@@ -214,28 +206,15 @@ class ShardBench {
   std::vector<uint16_t> buffer_;
 };
 
-absl::Status Main(const Options& options) {
-  const fs::path folder = options.work / fmt::format("statetap-shard-bench-{}", ::getpid());
-  fs::create_directories(folder);
-  const absl::Status status = ShardBench(options, folder).Run();
-  fs::remove_all(folder);
-  return status;
-}
-
 }  // namespace
 }  // namespace statetap::bench
 
 int main(int argc, char** argv) {
-  statetap::bench::Options options;
-  for (int i = 1; i + 1 < argc; i += 2) {
-    const std::string name = argv[i], value = argv[i + 1];
-    if (name == "--work") options.work = value;
-    if (name == "--cases") options.cases = value;
-    if (name == "--samples") options.samples = std::max(1, std::atoi(argv[i + 1]));
-    if (name == "--tokens") options.tokens = std::max(1, std::atoi(argv[i + 1]));
-    if (name == "--rounds") options.rounds = std::max(1, std::atoi(argv[i + 1]));
-  }
-  const absl::Status status = statetap::bench::Main(options);
+  statetap::bench::CaseOptions options{
+      .cases = "write,write-statistics,write-fp8,read", .samples = 8, .tokens = 2048};
+  for (int i = 1; i + 1 < argc; i += 2) options.Take(argv[i], argv[i + 1]);
+  const absl::Status status =
+      statetap::bench::RunInFolder<statetap::bench::ShardBench>("shard-bench", options);
   if (status.ok()) return 0;
   fmt::print(stderr, "shard_bench: {}\n", statetap::MessageOf(status));
   return 1;

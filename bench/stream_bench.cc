@@ -28,6 +28,7 @@
 #include <string>
 #include <vector>
 
+#include "bench/case_options.h"
 #include "bench/compare.h"
 #include "client/lib/feature_receiver.h"
 #include "extractor/base/file.h"
@@ -40,12 +41,6 @@ namespace {
 
 namespace fs = std::filesystem;
 using Clock = std::chrono::steady_clock;
-
-struct Options {
-  fs::path work = fs::temp_directory_path();
-  int samples = 32, tokens = 512, rounds = 5;
-  std::string cases = "stream,stream-tcp,first,receiver,open";
-};
 
 constexpr int kHidden = 7168;
 constexpr int kOpenSamples = 25'000;
@@ -123,7 +118,7 @@ absl::StatusOr<int64_t> ReceiveAll(Client& client, const v1::StreamStart& start)
 
 class StreamBench {
  public:
-  StreamBench(const Options& options, fs::path folder)
+  StreamBench(const CaseOptions& options, fs::path folder)
       : options_(options), folder_(std::move(folder)) {}
 
   absl::Status Run() {
@@ -132,12 +127,12 @@ class StreamBench {
     STATETAP_ASSIGN_OR_RETURN(
         shard_, testing::StoreJob(
                     data, {"bench", options_.samples, options_.tokens, kHidden, {2, 30, 58, 61}}));
-    if (Wanted("open"))
+    if (HasCase(options_.cases, "open"))
       STATETAP_RETURN_IF_ERROR(
           testing::StoreJob(data, {"many", kOpenSamples, 16, 64, {2}}).status());
     STATETAP_RETURN_IF_ERROR(StartServer());
     const auto ours = [this] { return ReadStream(); };
-    if (Wanted("stream")) {
+    if (HasCase(options_.cases, "stream")) {
       STATETAP_ASSIGN_OR_RETURN(const std::string python, FlightPython());
       const std::string script =
           fmt::format("{} {}/bench/flight_peer.py", python, STATETAP_SOURCE_DIR);
@@ -147,7 +142,7 @@ class StreamBench {
       STATETAP_RETURN_IF_ERROR(
           Case("stream", ours, "flight", [&] { return ReadFlight(script, flight->port()); }));
     }
-    if (Wanted("stream-tcp")) {
+    if (HasCase(options_.cases, "stream-tcp")) {
       STATETAP_ASSIGN_OR_RETURN(const auto tcp,
                                 Peer::Start(fmt::format("/proc/{}/exe --serve-tcp {} {}", getpid(),
                                                         shard_.string(), Bytes())));
@@ -168,9 +163,6 @@ class StreamBench {
   }
 
  private:
-  bool Wanted(std::string_view name) const {
-    return ("," + options_.cases + ",").find(fmt::format(",{},", name)) != std::string::npos;
-  }
   size_t Bytes() const {
     return size_t{2} * kHidden * 4 * static_cast<size_t>(options_.samples * options_.tokens);
   }
@@ -287,7 +279,7 @@ class StreamBench {
 
   absl::Status Case(const std::string& name, const Measure& ours, const std::string& baseline_name,
                     const Measure& baseline, const std::string& unit = "GB/s") {
-    if (!Wanted(name)) return absl::OkStatus();
+    if (!HasCase(options_.cases, name)) return absl::OkStatus();
     return Compare({.bench = "stream_bench",
                     .name = name,
                     .baseline = baseline_name,
@@ -296,7 +288,7 @@ class StreamBench {
                    ours, baseline);
   }
 
-  const Options options_;
+  const CaseOptions options_;
   const fs::path folder_;
   fs::path shard_;
   std::optional<testing::ServerProcess> server_;
@@ -305,7 +297,7 @@ class StreamBench {
 };
 
 // For python_bench: what the cases read, for a server to be started on folder/data.
-absl::Status Prepare(const fs::path& folder, const Options& options) {
+absl::Status Prepare(const fs::path& folder, const CaseOptions& options) {
   fs::create_directories(folder / "data");
   STATETAP_RETURN_IF_ERROR(
       testing::StoreJob(folder / "data",
@@ -328,36 +320,27 @@ absl::Status ReceiveFrom(const std::string& server, const std::string& group) {
   return absl::OkStatus();
 }
 
-absl::Status Main(const Options& options) {
-  const fs::path folder = options.work / fmt::format("statetap-stream-bench-{}", ::getpid());
-  fs::create_directories(folder);
-  const absl::Status status = StreamBench(options, folder).Run();
-  fs::remove_all(folder);
-  return status;
-}
-
 }  // namespace
 }  // namespace statetap::bench
 
 int main(int argc, char** argv) {
   if (argc == 4 && std::string_view(argv[1]) == "--serve-tcp")
     return statetap::bench::ServeTcp(argv[2], std::strtoull(argv[3], nullptr, 10));
-  statetap::bench::Options options;
+  statetap::bench::CaseOptions options{
+      .cases = "stream,stream-tcp,first,receiver,open", .samples = 32, .tokens = 512};
   std::string prepare, receive, group = "python_bench";
   for (int i = 1; i + 1 < argc; i += 2) {
     const std::string name = argv[i], value = argv[i + 1];
-    if (name == "--work") options.work = value;
-    if (name == "--cases") options.cases = value;
+    options.Take(name, value);
     if (name == "--prepare") prepare = value;
     if (name == "--receive") receive = value;
     if (name == "--group") group = value;
-    if (name == "--samples") options.samples = std::max(1, std::atoi(argv[i + 1]));
-    if (name == "--tokens") options.tokens = std::max(1, std::atoi(argv[i + 1]));
-    if (name == "--rounds") options.rounds = std::max(1, std::atoi(argv[i + 1]));
   }
-  const absl::Status status = !prepare.empty()   ? statetap::bench::Prepare(prepare, options)
-                              : !receive.empty() ? statetap::bench::ReceiveFrom(receive, group)
-                                                 : statetap::bench::Main(options);
+  const absl::Status status =
+      !prepare.empty() ? statetap::bench::Prepare(prepare, options)
+      : !receive.empty()
+          ? statetap::bench::ReceiveFrom(receive, group)
+          : statetap::bench::RunInFolder<statetap::bench::StreamBench>("stream-bench", options);
   if (status.ok()) return 0;
   fmt::print(stderr, "stream_bench: {}\n", statetap::MessageOf(status));
   return 1;

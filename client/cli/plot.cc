@@ -8,14 +8,13 @@
 #include <string_view>
 #include <vector>
 
+#include "proto/messages/rms_range.h"
+
 namespace statetap {
 namespace {
 
 constexpr int kLabelWidth = 10;
 constexpr int kMinPlot = 20, kMaxPlot = 100;
-
-// log2 of the rms at the lower edge of a bin: BoundaryStatistics.row_rms_bins.
-double EdgeOf(int bin) { return bin / 8.0 - 16; }
 
 struct Axis {
   double low = 0, high = 1;  // log2 of rms
@@ -26,23 +25,9 @@ struct Axis {
   }
 };
 
-// From the lowest to the highest bin that any boundary uses.
 Axis AxisFor(const v1::Statistics& statistics, int width) {
-  int first = 1 << 20, last = -1;
-  for (const v1::BoundaryStatistics& boundary : statistics.boundaries()) {
-    for (int bin = 0; bin < boundary.row_rms_bins_size(); ++bin) {
-      if (boundary.row_rms_bins(bin) == 0) continue;
-      first = std::min(first, bin);
-      last = std::max(last, bin);
-    }
-  }
-  Axis axis;
-  axis.width = std::clamp(width - kLabelWidth - 1, kMinPlot, kMaxPlot);
-  if (last >= first && last >= 0) {
-    axis.low = EdgeOf(first);
-    axis.high = EdgeOf(last + 1);
-  }
-  return axis;
+  const RmsRange range = RmsRangeOf(statistics);
+  return {range.low, range.high, std::clamp(width - kLabelWidth - 1, kMinPlot, kMaxPlot)};
 }
 
 std::string Label(const v1::BoundaryStatistics& boundary) {
@@ -76,8 +61,8 @@ std::string HistogramLine(const v1::BoundaryStatistics& boundary, const Axis& ax
   for (int bin = 0; bin < boundary.row_rms_bins_size(); ++bin) {
     const auto rows = static_cast<double>(boundary.row_rms_bins(bin));
     if (rows == 0) continue;
-    const int first = axis.Column(EdgeOf(bin));
-    const int last = std::max(first, axis.Column(EdgeOf(bin + 1) - 1e-9));
+    const int first = axis.Column(RmsEdge(bin));
+    const int last = std::max(first, axis.Column(RmsEdge(bin + 1) - 1e-9));
     for (int c = first; c <= last; ++c)
       columns[static_cast<size_t>(c)] += rows / (last - first + 1);
   }

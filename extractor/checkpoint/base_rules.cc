@@ -24,10 +24,6 @@ namespace {
 
 namespace fs = std::filesystem;
 
-std::string Describe(std::string_view type, const std::vector<int64_t>& shape) {
-  return fmt::format("{} [{}]", type, fmt::join(shape, ", "));
-}
-
 std::string Count(int64_t count, std::string_view what) {
   return fmt::format("{} {}{}", count, what, count == 1 ? "" : "s");
 }
@@ -212,7 +208,7 @@ class TensorRules {
     group.ranges.Add(name.numbers);
     ++group.expected;
     if (group.expected_as.empty()) {
-      group.expected_as = Describe(AcceptedTypes(expected.kind), expected.shape);
+      group.expected_as = DescribeTensor(AcceptedTypes(expected.kind), expected.shape);
     }
     const auto found = inventory_.text().tensors.find(expected.name);
     if (found == inventory_.text().tensors.end()) {
@@ -235,10 +231,10 @@ class TensorRules {
       const int64_t elements = info.size_bytes / static_cast<int64_t>(SizeOf(info.dtype));
       parameters_ += expected.kind == TensorKind::kPacked ? elements * kInt4PerWord : elements;
     }
-    if (group.found_as.empty()) group.found_as = Describe(NameOf(info.dtype), info.shape);
+    if (group.found_as.empty()) group.found_as = DescribeTensor(NameOf(info.dtype), info.shape);
     if (Accepts(expected.kind, info.dtype) && info.shape == expected.shape) return;
     group.misshapen.Add(
-        fmt::format("{} is {}", expected.name, Describe(NameOf(info.dtype), info.shape)));
+        fmt::format("{} is {}", expected.name, DescribeTensor(NameOf(info.dtype), info.shape)));
   }
 
   static void AddRow(const std::string& pattern, const Group& group, RuleReport& report) {
@@ -258,8 +254,7 @@ class TensorRules {
     std::map<std::string, std::pair<NumberRanges, int64_t>> strangers;
     int64_t prediction = 0;
     for (const auto& [name, info] : unused_) {
-      const int layer = LayerOf(name);
-      if (layer >= config_.num_layers && layer < config_.num_layers + config_.num_mtp_layers) {
+      if (IsPrediction(name, config_)) {
         ++prediction;
         continue;
       }

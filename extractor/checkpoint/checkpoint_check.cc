@@ -14,10 +14,6 @@ namespace {
 // Beyond this many the folder belongs to another model; more would only take time.
 constexpr int64_t kMostFaults = 10'000;
 
-std::string Describe(std::string_view types, const std::vector<int64_t>& shape) {
-  return fmt::format("{} [{}]", types, fmt::join(shape, ", "));
-}
-
 absl::Status CheckGroups(const ModelConfig& c) {
   if (c.hidden % kInt4Group == 0 && c.expert_width % kInt4Group == 0) return absl::OkStatus();
   return absl::InvalidArgumentError(fmt::format(
@@ -61,8 +57,8 @@ absl::Status CheckInventory(const ModelConfig& config, bool quantized, const Ten
     if (Accepts(expected.kind, info.dtype) && info.shape == expected.shape) return true;
     misshapen.Add(fmt::format("{} in {} is {}, expected {}", expected.name,
                               table.files[info.file].filename().string(),
-                              Describe(NameOf(info.dtype), info.shape),
-                              Describe(AcceptedTypes(expected.kind), expected.shape)));
+                              DescribeTensor(NameOf(info.dtype), info.shape),
+                              DescribeTensor(AcceptedTypes(expected.kind), expected.shape)));
     return misshapen.count() < kMostFaults;
   });
   const bool whole = missing.count() < kMostFaults && misshapen.count() < kMostFaults;
@@ -96,8 +92,8 @@ absl::Status CheckStoredShapes(const ModelConfig& config, const TensorTable& tab
     if (!Accepts(TensorKind::kShape, info.dtype) || info.shape != std::vector<int64_t>{2}) {
       return absl::InvalidArgumentError(
           fmt::format("{}: {} is {}, expected {}", table.files[info.file].string(), name,
-                      Describe(NameOf(info.dtype), info.shape),
-                      Describe(AcceptedTypes(TensorKind::kShape), {2})));
+                      DescribeTensor(NameOf(info.dtype), info.shape),
+                      DescribeTensor(AcceptedTypes(TensorKind::kShape), {2})));
     }
     tensors.push_back(&info);
   }

@@ -1,5 +1,7 @@
 #include "extractor/checkpoint/tensor_inventory.h"
 
+#include <fmt/ranges.h>
+
 #include <charconv>
 
 #include "extractor/checkpoint/int4.h"
@@ -138,6 +140,15 @@ int LayerOf(std::string_view name) {
   int layer = -1;
   const auto [end, error] = std::from_chars(name.data(), name.data() + name.size(), layer);
   return error == std::errc() && end != name.data() + name.size() && *end == '.' ? layer : -1;
+}
+
+bool IsPrediction(std::string_view name, const ModelConfig& config) {
+  const int layer = LayerOf(name);
+  return layer >= config.num_layers && layer < config.num_layers + config.num_mtp_layers;
+}
+
+std::string DescribeTensor(std::string_view types, const std::vector<int64_t>& shape) {
+  return fmt::format("{} [{}]", types, fmt::join(shape, ", "));
 }
 
 }  // namespace statetap

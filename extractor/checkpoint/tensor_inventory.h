@@ -45,6 +45,12 @@ std::array<int64_t, 2> ExpertShape(const ModelConfig& config, std::string_view n
 // rotary frequencies.
 std::optional<std::string> TextTensorName(std::string_view stored);
 
+// Of a layer of multi-token prediction, behind the last: not used here.
+bool IsPrediction(std::string_view name, const ModelConfig& config);
+
+// "bfloat16 [3, 4]"
+std::string DescribeTensor(std::string_view types, const std::vector<int64_t>& shape);
+
 // The layer of "model.layers.7.…", -1 for other names.
 int LayerOf(std::string_view name);
 

@@ -26,11 +26,7 @@ bool Exists(const fs::path& path) {
 // Our name, nothing where the model as configured has no use for the tensor.
 std::optional<std::string> UsedName(std::string_view stored, const ModelConfig& config) {
   std::optional<std::string> name = TextTensorName(stored);
-  if (!name) return name;
-  const int layer = LayerOf(*name);
-  const bool prediction =
-      layer >= config.num_layers && layer < config.num_layers + config.num_mtp_layers;
-  return prediction ? std::nullopt : name;
+  return name && IsPrediction(*name, config) ? std::nullopt : name;
 }
 
 // Names of the files to open, in order.

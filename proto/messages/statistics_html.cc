@@ -9,6 +9,7 @@
 
 #include "extractor/base/text.h"
 #include "proto/messages/html.h"
+#include "proto/messages/rms_range.h"
 
 namespace statetap {
 namespace {
@@ -19,32 +20,20 @@ std::string Number(double value) { return std::isnan(value) ? "–" : fmt::forma
 
 std::string Percent(double share) { return fmt::format("{:.1f} %", 100 * share); }
 
-// A logarithmic axis of rms, over the bins that any boundary uses.
+// A logarithmic axis of rms.
 class Axis {
  public:
-  explicit Axis(const v1::Statistics& statistics) {
-    int first = 1 << 20, last = -1;
-    for (const v1::BoundaryStatistics& boundary : statistics.boundaries()) {
-      for (int bin = 0; bin < boundary.row_rms_bins_size(); ++bin) {
-        if (boundary.row_rms_bins(bin) == 0) continue;
-        first = std::min(first, bin);
-        last = std::max(last, bin);
-      }
-    }
-    if (last < 0) first = 128, last = 135;  // nothing to draw: around 1
-    low_ = EdgeOf(first);
-    high_ = EdgeOf(last + 1);
-  }
-  static double EdgeOf(int bin) { return bin / 8.0 - 16; }  // log2, as the proto says
+  explicit Axis(const v1::Statistics& statistics) : range_(RmsRangeOf(statistics)) {}
   double X(double log2_rms) const {
-    return kLeft +
-           (kWidth - kLeft - kRight) * (std::clamp(log2_rms, low_, high_) - low_) / (high_ - low_);
+    return kLeft + (kWidth - kLeft - kRight) *
+                       (std::clamp(log2_rms, range_.low, range_.high) - range_.low) /
+                       (range_.high - range_.low);
   }
   // Ticks at powers of two, no more than a dozen.
   std::string Ticks(double height) const {
     std::string svg;
-    const double step = std::max(1.0, std::ceil((high_ - low_) / 12));
-    for (double tick = std::ceil(low_); tick <= high_; tick += step) {
+    const double step = std::max(1.0, std::ceil((range_.high - range_.low) / 12));
+    for (double tick = std::ceil(range_.low); tick <= range_.high; tick += step) {
       svg += fmt::format(
           "<line class=\"axis\" x1=\"{0:.1f}\" x2=\"{0:.1f}\" y1=\"0\" y2=\"{1}\"/>"
           "<text x=\"{0:.1f}\" y=\"{2}\" text-anchor=\"middle\">{3:.3g}</text>\n",
@@ -54,7 +43,7 @@ class Axis {
   }
 
  private:
-  double low_, high_;
+  const RmsRange range_;
 };
 
 std::string Label(const v1::BoundaryStatistics& boundary, double y) {
@@ -101,7 +90,7 @@ std::string HistogramsSvg(const v1::Statistics& statistics) {
         static_cast<double>(bins.empty() ? 0 : *std::max_element(bins.begin(), bins.end()));
     for (int bin = 0; bin < bins.size(); ++bin) {
       if (bins[bin] == 0) continue;
-      const double x = axis.X(Axis::EdgeOf(bin)), end = axis.X(Axis::EdgeOf(bin + 1));
+      const double x = axis.X(RmsEdge(bin)), end = axis.X(RmsEdge(bin + 1));
       // What is there is seen, however little.
       const double bar = std::max(1.0, kBar * static_cast<double>(bins[bin]) / most);
       svg += fmt::format(

@@ -6,6 +6,7 @@
 #include "extractor/base/digest.h"
 #include "extractor/checkpoint/tensor_inventory.h"
 #include "tests/checkpoint/editable_checkpoint.h"
+#include "tests/checkpoint/report_rows.h"
 
 namespace statetap::testing {
 namespace {
@@ -14,19 +15,7 @@ using ::testing::HasSubstr;
 using ::testing::UnorderedElementsAre;
 
 std::vector<std::string> FaultsOf(const RuleReport& report) {
-  std::vector<std::string> rules;
-  for (const RuleRow& row : report.rows()) {
-    if (row.verdict == Verdict::kFault) rules.push_back(row.rule);
-  }
-  return rules;
-}
-
-RuleRow RowOf(const RuleReport& report, std::string_view rule) {
-  for (const RuleRow& row : report.rows()) {
-    if (row.rule == rule) return row;
-  }
-  ADD_FAILURE() << "no row " << rule;
-  return {};
+  return RulesOf(report, Verdict::kFault);
 }
 
 RuleReport Verify(const EditableCheckpoint& checkpoint, const BaseCheck& check = {}) {

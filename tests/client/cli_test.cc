@@ -8,6 +8,7 @@
 #include "client/cli/command.h"
 #include "client/cli/job_flags.h"
 #include "extractor/base/json.h"
+#include "tests/checkpoint/editable_drafter.h"
 #include "tests/client/fake_server.h"
 #include "tests/support/status_matchers.h"
 #include "tests/support/temp_dir.h"
@@ -536,6 +537,47 @@ TEST_F(CliTest, AnInterruptEndsTheWaitWithAHint) {
   context.Interrupt();
   EXPECT_EQ(RunApp({"watch", "job-1"}, context), kExitInterrupted);
   EXPECT_THAT(err.str(), HasSubstr("the job goes on"));
+}
+
+TEST_F(CliTest, VerifyExitsWithOneOnFaultsAndNotOnWarnings) {
+  testing::EditableDrafter drafter;
+  drafter.Write(dir_ / "drafter");
+  const std::string folder = (dir_ / "drafter").string();
+  const Outcome sound = Run({"verify", "drafter", folder, "--json"});
+  EXPECT_EQ(sound.code, kExitDone);
+  EXPECT_EQ(ParseOut(sound)["faults"], 0);
+  EXPECT_EQ(ParseOut(sound)["warnings"], 1);  // which numbering the taps have
+  drafter.tensors.erase("norm.weight");
+  drafter.Write(dir_ / "drafter");
+  const Outcome spoilt = Run({"verify", "drafter", folder});
+  EXPECT_EQ(spoilt.code, kExitFailed);
+  EXPECT_THAT(spoilt.out, HasSubstr("FAULT"));
+  EXPECT_THAT(spoilt.out, HasSubstr("1 fault\n"));
+
+  testing::EditableCheckpoint().Write(dir_ / "base");
+  const std::string base = (dir_ / "base").string();
+  EXPECT_EQ(Run({"verify", "checkpoint", base, "--deep"}).code, kExitDone);
+  const Outcome against = Run({"verify", "drafter", folder, "--against", base, "--json"});
+  EXPECT_EQ(against.code, kExitFailed);
+  EXPECT_THAT(against.out, HasSubstr("target's hidden"));
+  std::filesystem::resize_file(dir_ / "base/model.safetensors", 100);
+  EXPECT_EQ(Run({"verify", "checkpoint", base}).code, kExitFailed);
+
+  EXPECT_EQ(Run({"verify", "drafter", folder, "--deep"}).code, kExitUsage);
+  EXPECT_EQ(Run({"verify", "checkpoint", base, "--for", "vllm"}).code, kExitUsage);
+  EXPECT_EQ(Run({"verify", "drafter", (dir_ / "nothing").string()}).code, kExitFailed);
+}
+
+TEST_F(CliTest, TheReportIsOneFileThatNeedsNoOther) {
+  const std::string file = (dir_ / "report.html").string();
+  EXPECT_EQ(Run({"stats", "job-1", "--html", file}).code, kExitDone);
+  const std::string report = *ReadWholeFile(file);
+  EXPECT_THAT(report, HasSubstr("<svg"));
+  EXPECT_THAT(report, HasSubstr("zero_boundary"));
+  for (const char* reference : {"src=", "href=", "url(", "@import"})
+    EXPECT_THAT(report, Not(HasSubstr(reference)));
+  EXPECT_EQ(Run({"stats", "job-1", "--html", (dir_ / "none/report.html").string()}).code,
+            kExitFailed);
 }
 
 }  // namespace

@@ -158,7 +158,7 @@ def _run(options: argparse.Namespace) -> "tuple[dict[str, object], list[str]]":
     if source.hidden != drafter.config.hidden:
         raise ValueError(f"the drafter is for states of {drafter.config.hidden}, these have {source.hidden}")
     limit = options.samples or (64 if options.search else len(source.entries))
-    chosen = sorted(source.entries, key=lambda entry: source.ordered("shuffled", 0).index(entry))[:limit] if limit < len(source.entries) else source.entries
+    chosen = source.ordered("shuffled", 0)[:limit] if limit < len(source.entries) else source.entries
     if options.search:
         ranked = search(drafter, list(source.read(chosen)), options.steps, model)
         rows = [{"taps": list(f.boundaries), "post_norm": f.post_norm, "length": a.length, "by_position": a.by_position.tolist()} for f, a in ranked]
