@@ -386,8 +386,7 @@ bool EngineImpl::HandOutTokens(const ScheduledRows& rows, const StepPlan& plan,
     }
     sink.OnToken(task.ticket, id, task.token_scores ? scores[0] : TokenScore{NAN, NAN});
   } else if (!scores.empty()) {
-    sink.OnScores(task.ticket, rows.first_token + rows.count - static_cast<int64_t>(scores.size()),
-                  scores);
+    sink.OnScores(task.ticket, rows.first_scored, scores);
   }
   return true;
 }

@@ -14,6 +14,8 @@ void AddLogitRows(const Sequence& sequence, ScheduledRows& rows, StepPlan& plan)
   const SampleTask& task = sequence.task;
   rows.first_logit = static_cast<int>(plan.logit_rows.size());
   const auto add = [&](int token, int32_t given) {
+    if (plan.logit_rows.size() == static_cast<size_t>(rows.first_logit))
+      rows.first_scored = token + 1;
     plan.logit_rows.push_back(rows.first_row + token - rows.first_token);
     plan.draws.push_back({task.sampling.temperature, task.sampling.top_p, task.sampling.seed,
                           task.sampling.key, token + 1, given});

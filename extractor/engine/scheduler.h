@@ -32,6 +32,7 @@ struct ScheduledRows {
   Sequence* sequence;
   int first_row, first_token, count;
   int first_logit = 0, num_logits = 0;  // logit rows of it
+  int first_scored = 0;                 // the token that the first of them scores or draws
   bool samples = false;                 // its last logit row draws a token
 };
 

@@ -108,7 +108,13 @@ TEST(EngineTest, PrefillOfAGeneratedTextGivesTheSameStatesAndScores) {
     task.generate = false;
   }
   const auto prefilled = RunTasks(*engine, tasks, kHidden);
+  EngineOptions small;
+  small.max_batch_tokens = 19;
+  const auto chunked = RunTasks(*Open(small), tasks, kHidden);
   for (size_t i = 0; i < tasks.size(); ++i) {
+    ASSERT_EQ(chunked[i].scores.size(), prefilled[i].scores.size());
+    for (const auto& [token, score] : prefilled[i].scores)
+      EXPECT_EQ(score.logprob, chunked[i].scores.at(token).logprob) << token;
     EXPECT_EQ(prefilled[i].finished, FinishReason::kPrefill);
     EXPECT_EQ(prefilled[i].states, generated[i].states);
     ASSERT_EQ(prefilled[i].scores.size(), tasks[i].input_ids.size() - 1);
