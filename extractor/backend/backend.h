@@ -166,7 +166,7 @@ struct CaptureParams {
 
 // logits = lm_head · norm(residual[row]) for logit rows [first, first + count), then a token a row:
 // greedy (ties to the lower id), or a draw from the softmax at `temperature` cut to the smallest
-// set of most likely tokens with mass ≥ top_p. Scores are of the model's own distribution.
+// set of most likely tokens with mass ≥ top_p.
 struct SampleParams {
   const void* residual;  // [own, hidden]
   const Weight& norm;    // [hidden]
@@ -174,11 +174,8 @@ struct SampleParams {
   const Weight& lm_head;  // [local vocab, hidden]
   int hidden, vocab, vocab_per_rank;
   int first, count;
-  // Host [count], complete after Backend::Finish. Null, all three, on a rank that does not keep
-  // them.
-  int32_t* ids;
-  float* logprobs;  // NaN where a logit is not finite
-  float* entropies;
+  // Host [count], complete after Backend::Finish. Null on a rank that does not keep them.
+  ChosenToken* chosen;
 };
 
 class Backend {

@@ -20,7 +20,7 @@ struct StepPlan {
   // [num_seqs] or empty: 1 where the sequence's only row is a token that was just drawn. Backends
   // may attend such rows in another form than a prompt's, whose rounding differs.
   std::vector<uint8_t> decodes;
-  std::vector<int32_t> logit_rows;  // [L] rows whose next token is sampled or scored
+  std::vector<int32_t> logit_rows;  // [L] rows whose next token is drawn or scored
   struct Draw {
     double temperature = 0, top_p = 1;
     uint64_t seed = 0, key = 0;
@@ -30,6 +30,15 @@ struct StepPlan {
   std::vector<Draw> draws;      // [L]
   std::vector<int> boundaries;  // captured, ascending
   int num_tokens() const { return static_cast<int>(ids.size()); }
+};
+
+// What a logit row gave. Logarithms are natural and of the model's own distribution (temperature 1,
+// whole vocabulary). Where a logit is not finite they are NaN and the ids 0.
+struct ChosenToken {
+  int32_t id = 0;  // drawn, or the given one
+  float logprob = 0, entropy = 0;
+  int32_t best = 0;  // the most likely one, ties to the lower id
+  float best_logprob = 0;
 };
 
 }  // namespace statetap

@@ -121,7 +121,7 @@ class EngineImpl final : public Engine {
   void HandOut(const ScheduledRows& rows, const StepPlan& plan, HiddenStateSink& sink);
   bool HandOutStates(const ScheduledRows& rows, int first, const StepPlan& plan,
                      HiddenStateSink& sink);
-  bool HandOutTokens(const ScheduledRows& rows, const StepPlan& plan, HiddenStateSink& sink);
+  bool HandOutTokens(const ScheduledRows& rows, HiddenStateSink& sink);
   void Fail(const Sequence& sequence, HiddenStateSink::Failure failure, HiddenStateSink& sink);
   bool Sharded(int num_tokens) const;
 
@@ -187,9 +187,7 @@ absl::Status EngineImpl::Load(const CheckpointIndex& checkpoint, const EngineOpt
   scheduler_ = std::make_unique<Scheduler>(
       Scheduler::Limits{limits.max_tokens, std::max(1, options.max_running), limits.num_pages});
   StepOutput& output = ranks_->output;
-  output.ids.resize(static_cast<size_t>(limits.max_tokens));
-  output.logprobs.resize(output.ids.size());
-  output.entropies.resize(output.ids.size());
+  output.chosen.resize(static_cast<size_t>(limits.max_tokens));
   STATETAP_RETURN_IF_ERROR(MakeRoomForStates(limits.num_boundaries));
   for (const auto& backend : backends) {
     const Backend::Memory memory = backend->memory();
@@ -323,7 +321,7 @@ void EngineImpl::HandOut(const ScheduledRows& rows, const StepPlan& plan, Hidden
   sequence.computed = end;
   if (first < end && !HandOutStates(rows, first, plan, sink)) return;
   sequence.handed_out = std::max(sequence.handed_out, end);
-  HandOutTokens(rows, plan, sink);
+  HandOutTokens(rows, sink);
 }
 
 bool EngineImpl::HandOutStates(const ScheduledRows& rows, int first, const StepPlan& plan,
@@ -357,25 +355,28 @@ bool EngineImpl::HandOutStates(const ScheduledRows& rows, int first, const StepP
   return true;
 }
 
-bool EngineImpl::HandOutTokens(const ScheduledRows& rows, const StepPlan& plan,
-                               HiddenStateSink& sink) {
+bool EngineImpl::HandOutTokens(const ScheduledRows& rows, HiddenStateSink& sink) {
   Sequence& sequence = *rows.sequence;
   const SampleTask& task = sequence.task;
+  const auto chosen =
+      std::span(ranks_->output.chosen)
+          .subspan(static_cast<size_t>(rows.first_logit), static_cast<size_t>(rows.num_logits));
   std::vector<TokenScore> scores;
-  for (int i = 0; i < rows.num_logits; ++i) {
-    const auto row = static_cast<size_t>(rows.first_logit + i);
-    if (std::isnan(ranks_->output.logprobs[row])) {
-      const int64_t token = plan.draws[row].position - 1;
+  for (const ChosenToken& one : chosen) {
+    if (std::isnan(one.logprob)) {
+      const int64_t token = rows.first_scored + static_cast<int64_t>(scores.size()) - 1;
       Fail(sequence,
            {absl::DataLossError(fmt::format("the logits after token {} are not finite", token)),
             config_.num_layers, token},
            sink);
       return false;
     }
-    scores.push_back({ranks_->output.logprobs[row], ranks_->output.entropies[row]});
+    scores.push_back({one.logprob, one.entropy, one.best, one.best_logprob});
   }
+  const std::span given = std::span(scores).first(scores.size() - (rows.samples ? 1 : 0));
+  if (!given.empty()) sink.OnScores(task.ticket, rows.first_scored, given);
   if (rows.samples) {
-    const int32_t id = ranks_->output.ids[static_cast<size_t>(rows.first_logit)];
+    const int32_t id = chosen.back().id;
     sequence.tokens.push_back(id);
     const auto length = static_cast<int>(sequence.tokens.size()),
                prompt = static_cast<int>(task.input_ids.size());
@@ -384,9 +385,7 @@ bool EngineImpl::HandOutTokens(const ScheduledRows& rows, const StepPlan& plan,
     } else if (length >= task.max_length || length - prompt >= task.max_new_tokens) {
       sequence.end = FinishReason::kLength;
     }
-    sink.OnToken(task.ticket, id, task.token_scores ? scores[0] : TokenScore{NAN, NAN});
-  } else if (!scores.empty()) {
-    sink.OnScores(task.ticket, rows.first_scored, scores);
+    sink.OnToken(task.ticket, id, task.token_scores ? scores.back() : TokenScore{NAN, NAN});
   }
   return true;
 }

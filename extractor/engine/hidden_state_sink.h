@@ -31,8 +31,8 @@ struct SampleTask {
   int max_length = 0;             // prompt plus answer; generate stops with kLength there
   std::vector<int32_t> stop_ids;  // sampling one ends the answer; it is part of it
   SamplingOptions sampling;
-  bool token_scores = false;    // log-probability and entropy: of sampled tokens, or in prefill of
-                                // every token but the first
+  bool token_scores = false;    // of sampled tokens, or in prefill of every token but the first
+  bool prompt_scores = false;   // generate: of the prompt's tokens too, but the first
   std::vector<int> boundaries;  // captured, ascending, each in [0, layers]; may be empty
 };
 
@@ -42,7 +42,9 @@ enum class FinishReason { kStop, kLength, kPrefill };
 // logarithm.
 struct TokenScore {
   float logprob;
-  float entropy;  // of the distribution that the token was drawn from
+  float entropy;      // of that distribution
+  int32_t best = -1;  // the most likely token in its place, ties to the lower id
+  float best_logprob = 0;
 };
 
 // Where samples come from. Called on the engine's thread.
@@ -70,7 +72,7 @@ class HiddenStateSink {
                         std::span<const uint16_t> states) = 0;
   // A sampled token, at position prompt + k for the k-th call. `score` is NaN where not asked for.
   virtual void OnToken(uint64_t ticket, int32_t id, TokenScore score) = 0;
-  // Prefill with token_scores: scores of tokens [first, first + scores.size()).
+  // Prefill with token_scores, or prompt_scores: scores of tokens [first, first + scores.size()).
   virtual void OnScores(uint64_t ticket, int64_t first, std::span<const TokenScore> scores) = 0;
   // Every row of the sample was handed out: prompt + sampled tokens of them.
   virtual void OnFinished(uint64_t ticket, FinishReason reason) = 0;

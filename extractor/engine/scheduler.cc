@@ -8,8 +8,7 @@ namespace {
 
 int PagesFor(int tokens) { return (tokens + kPageTokens - 1) / kPageTokens; }
 
-// Logit rows of tokens [first, first + count): a draw after the last token, or scores of given
-// tokens.
+// Logit rows of tokens [first, first + count): scores of given tokens, then a draw after the last.
 void AddLogitRows(const Sequence& sequence, ScheduledRows& rows, StepPlan& plan) {
   const SampleTask& task = sequence.task;
   rows.first_logit = static_cast<int>(plan.logit_rows.size());
@@ -20,16 +19,15 @@ void AddLogitRows(const Sequence& sequence, ScheduledRows& rows, StepPlan& plan)
     plan.draws.push_back({task.sampling.temperature, task.sampling.top_p, task.sampling.seed,
                           task.sampling.key, token + 1, given});
   };
-  const int end = rows.first_token + rows.count, known = static_cast<int>(sequence.tokens.size());
-  if (task.generate) {
-    rows.samples = !sequence.end && end == known;
-    if (rows.samples) add(end - 1, -1);
-  } else if (task.token_scores) {
+  const int end = rows.first_token + rows.count, given = static_cast<int>(task.input_ids.size());
+  if (task.generate ? task.prompt_scores : task.token_scores) {
     for (int token = std::max(rows.first_token, sequence.handed_out);
-         token < std::min(end, known - 1); ++token) {
-      add(token, sequence.tokens[static_cast<size_t>(token) + 1]);
+         token < std::min(end, given - 1); ++token) {
+      add(token, task.input_ids[static_cast<size_t>(token) + 1]);
     }
   }
+  rows.samples = task.generate && !sequence.end && end == static_cast<int>(sequence.tokens.size());
+  if (rows.samples) add(end - 1, -1);
   rows.num_logits = static_cast<int>(plan.logit_rows.size()) - rows.first_logit;
 }
 

@@ -150,9 +150,7 @@ void Transformer::SampleRows(const Step& step, StepOutput& output) {
     backend_.Sample(
         step, {residual_, *weights_.norm, static_cast<float>(config_.rms_norm_eps),
                *weights_.lm_head, config_.hidden, config_.vocab, layout_.vocab_per_rank(), first,
-               count, writes ? output.ids.data() + first : nullptr,
-               writes ? output.logprobs.data() + first : nullptr,
-               writes ? output.entropies.data() + first : nullptr});
+               count, writes ? output.chosen.data() + first : nullptr});
   }
 }
 

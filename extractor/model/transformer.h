@@ -24,8 +24,7 @@ struct ModelLimits {
 // Where a step leaves what it made, in host memory that all ranks share.
 struct StepOutput {
   std::vector<std::span<uint16_t>> states;  // by plan.boundaries: bf16 [max_tokens, hidden]
-  std::vector<int32_t> ids;                 // [logit rows]
-  std::vector<float> logprobs, entropies;   // [logit rows]
+  std::vector<ChosenToken> chosen;          // [logit rows]
 };
 
 class Transformer {
@@ -34,7 +33,7 @@ class Transformer {
               ModelWeights weights, const ModelLimits& limits);
 
   // One pass over the plan's rows. `sharded`: the residual stream by tokens over the ranks, else
-  // whole on each. `output` has room; only rank 0 writes ids and scores, each rank its own rows of
+  // whole on each. `output` has room; only rank 0 writes tokens, each rank its own rows of
   // the states.
   void Forward(const StepPlan& plan, bool sharded, StepOutput& output);
 

@@ -303,10 +303,9 @@ TEST(PhiloxTest, KnownVectors) {  // of the authors' Random123 distribution
 
 class SampleTest : public ::testing::Test {
  protected:
-  // One logit row whose logits are `logits`: hidden = 1, norm and head chosen so.
-  std::vector<int32_t> Draw(const std::vector<float>& logits, std::vector<StepPlan::Draw> draws,
-                            std::vector<float>* logprobs = nullptr,
-                            std::vector<float>* entropies = nullptr) {
+  // Of logit rows that are `logits`: hidden = 1, norm and head chosen so.
+  std::vector<ChosenToken> Choose(const std::vector<float>& logits,
+                                  std::vector<StepPlan::Draw> draws) {
     Rank rank;
     const auto count = static_cast<int>(draws.size()), vocab = static_cast<int>(logits.size());
     const Matrix head = FloatMatrix(logits, vocab, 1), norm = FloatMatrix({1}, 1, 1);
@@ -320,13 +319,15 @@ class SampleTest : public ::testing::Test {
     std::iota(plan.logit_rows.begin(), plan.logit_rows.end(), 0);
     plan.draws = std::move(draws);
     const std::vector<float> residual(static_cast<size_t>(count), 1);
-    std::vector<int32_t> ids(static_cast<size_t>(count), -1);
-    std::vector<float> logprob(ids.size()), entropy(ids.size());
+    std::vector<ChosenToken> chosen(static_cast<size_t>(count));
     const Step step = rank.backend.Begin(plan, false);
-    rank.backend.Sample(step, {residual.data(), norm, 0, head, 1, vocab, vocab, 0, count,
-                               ids.data(), logprob.data(), entropy.data()});
-    if (logprobs != nullptr) *logprobs = logprob;
-    if (entropies != nullptr) *entropies = entropy;
+    rank.backend.Sample(step,
+                        {residual.data(), norm, 0, head, 1, vocab, vocab, 0, count, chosen.data()});
+    return chosen;
+  }
+  std::vector<int32_t> Draw(const std::vector<float>& logits, std::vector<StepPlan::Draw> draws) {
+    std::vector<int32_t> ids;
+    for (const ChosenToken& one : Choose(logits, std::move(draws))) ids.push_back(one.id);
     return ids;
   }
 };
@@ -336,14 +337,19 @@ TEST_F(SampleTest, GreedyTakesTheFirstOfEquals) {
 }
 
 TEST_F(SampleTest, ScoresAreOfTheModelsOwnDistribution) {
-  std::vector<float> logprobs, entropies;
   const std::vector<float> logits = {0, std::log(2.0f), std::log(5.0f)};  // 1/8, 2/8, 5/8
-  EXPECT_EQ(Draw(logits, {{0.1, 0.5, 0, 0, 0, 1}}, &logprobs, &entropies), std::vector<int32_t>{1});
-  EXPECT_NEAR(logprobs[0], std::log(0.25), 1e-6);
-  EXPECT_NEAR(entropies[0],
+  const auto chosen = Choose(logits, {{0.1, 0.5, 0, 0, 0, 1}, {0, 1, 0, 0, 0, -1}});
+  EXPECT_EQ(chosen[0].id, 1);
+  EXPECT_NEAR(chosen[0].logprob, std::log(0.25), 1e-6);
+  EXPECT_NEAR(chosen[0].entropy,
               -(0.125 * std::log(0.125) + 0.25 * std::log(0.25) + 0.625 * std::log(0.625)), 1e-6);
-  Draw({0, NAN, 1}, {{0, 1, 0, 0, 0, -1}}, &logprobs);
-  EXPECT_TRUE(std::isnan(logprobs[0]));
+  for (const ChosenToken& one : chosen) {
+    EXPECT_EQ(one.best, 2);
+    EXPECT_NEAR(one.best_logprob, std::log(0.625), 1e-6);
+  }
+  EXPECT_EQ(chosen[1].logprob, chosen[1].best_logprob);  // every bit: lm-eval compares them
+  const ChosenToken bad = Choose({0, NAN, 1}, {{0, 1, 0, 0, 0, -1}})[0];
+  EXPECT_TRUE(std::isnan(bad.logprob) && std::isnan(bad.best_logprob));
 }
 
 // 60,000 draws: frequencies within five standard deviations of temperature and nucleus.

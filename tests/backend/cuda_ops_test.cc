@@ -719,10 +719,7 @@ TEST_F(CudaOpsTest, CaptureIsTheResidualOfThatMoment) {
 
 class CudaSampleTest : public CudaOpsTest {
  protected:
-  struct Tokens {
-    std::vector<int32_t> ids;
-    std::vector<float> logprobs, entropies;
-  };
+  using Tokens = std::vector<ChosenToken>;
   // hidden = 1 and a norm of one: the logits of a row are residual · head, exactly.
   std::pair<Tokens, Tokens> Draw(const std::vector<float>& logits,
                                  const std::vector<StepPlan::Draw>& draws) {
@@ -739,26 +736,10 @@ class CudaSampleTest : public CudaOpsTest {
     plan.draws = draws;
     const std::vector<float> residual(draws.size(), 1);
     const DeviceArray<uint16_t> gpu_residual(ToBf16(residual));
-    Tokens on_cpu, on_gpu;
-    for (Tokens* tokens : {&on_cpu, &on_gpu}) {
-      tokens->ids.assign(draws.size(), -7);
-      tokens->logprobs.assign(draws.size(), -7);
-      tokens->entropies.assign(draws.size(), -7);
-    }
+    Tokens on_cpu(draws.size(), {-7, -7, -7, -7, -7}), on_gpu = on_cpu;
     const auto params = [&](const void* rows, const Twin&, Tokens& to, const Weight& n,
                             const Weight& h) {
-      return SampleParams{rows,
-                          n,
-                          0,
-                          h,
-                          1,
-                          vocab,
-                          vocab,
-                          0,
-                          count,
-                          to.ids.data(),
-                          to.logprobs.data(),
-                          to.entropies.data()};
+      return SampleParams{rows, n, 0, h, 1, vocab, vocab, 0, count, to.data()};
     };
     cpu_->Sample(cpu_->Begin(plan, false),
                  params(residual.data(), norm, on_cpu, *norm.cpu, *head.cpu));
@@ -784,10 +765,15 @@ TEST_F(CudaSampleTest, DrawsWhatTheCpuDraws) {
       for (size_t i = 0; i < draws.size(); ++i) {
         // Thousands of equal tokens: n · p and p + p + … differ in the last bit, at the border of
         // one token.
-        EXPECT_LE(std::abs(gpu.ids[i] - cpu.ids[i]), spread == 0 ? 1 : 0)
+        EXPECT_LE(std::abs(gpu[i].id - cpu[i].id), spread == 0 ? 1 : 0)
             << vocab << " tokens, spread " << spread;
-        EXPECT_NEAR(gpu.logprobs[i], cpu.logprobs[i], 1e-5 * (1 + std::abs(cpu.logprobs[i])));
-        EXPECT_NEAR(gpu.entropies[i], cpu.entropies[i], 1e-5 * (1 + std::abs(cpu.entropies[i])));
+        EXPECT_EQ(gpu[i].best, cpu[i].best);
+        const auto expect_near = [](float a, float b) {
+          EXPECT_NEAR(a, b, 1e-5 * (1 + std::abs(b)));
+        };
+        expect_near(gpu[i].logprob, cpu[i].logprob);
+        expect_near(gpu[i].entropy, cpu[i].entropy);
+        expect_near(gpu[i].best_logprob, cpu[i].best_logprob);
       }
     }
   }
@@ -799,9 +785,11 @@ TEST_F(CudaSampleTest, WhatIsNotFiniteIsSaid) {
     logits[777] = bad;
     const auto [cpu, gpu] = Draw(logits, {{0, 1, 0, 0, 0, -1}, {1, 0.9, 0, 0, 0, -1}});
     for (size_t i = 0; i < 2; ++i) {
-      EXPECT_TRUE(std::isnan(gpu.logprobs[i]));
-      EXPECT_TRUE(std::isnan(gpu.entropies[i]));
-      EXPECT_EQ(gpu.ids[i], 0);
+      EXPECT_TRUE(std::isnan(gpu[i].logprob));
+      EXPECT_TRUE(std::isnan(gpu[i].entropy));
+      EXPECT_TRUE(std::isnan(gpu[i].best_logprob));
+      EXPECT_EQ(gpu[i].id, 0);
+      EXPECT_EQ(gpu[i].best, 0);
     }
   }
 }

@@ -126,6 +126,32 @@ TEST(EngineTest, PrefillOfAGeneratedTextGivesTheSameStatesAndScores) {
   }
 }
 
+// What an API's "echo" asks for, in one pass: the prompt's scores as in prefill, in chunks and with
+// sequences pushed out too, and the answer as without them.
+TEST(EngineTest, ScoresOfAPromptComeWithItsAnswer) {
+  auto tasks = SomeTasks(12, /*temperature=*/1);
+  const auto plain = RunTasks(*Open(), tasks, kHidden);
+  auto prefill = tasks;
+  for (SampleTask& task : prefill) task.generate = false;
+  const auto scored = RunTasks(*Open(), prefill, kHidden);
+  for (SampleTask& task : tasks) task.prompt_scores = true;
+  EngineOptions small;
+  small.max_batch_tokens = 19;
+  small.kv_cache_bytes = int64_t{17} * 64 * 80 * 4 * 8;  // 17 pages
+  for (const EngineOptions& options : {EngineOptions{}, small}) {
+    const auto both = RunTasks(*Open(options), tasks, kHidden);
+    for (size_t i = 0; i < tasks.size(); ++i) {
+      ExpectSame(both[i], plain[i]);
+      ASSERT_EQ(both[i].scores.size(), tasks[i].input_ids.size() - 1);
+      for (const auto& [token, score] : scored[i].scores) {
+        EXPECT_EQ(both[i].scores.at(token).logprob, score.logprob);
+        EXPECT_EQ(both[i].scores.at(token).best, score.best);
+        EXPECT_LE(score.logprob, score.best_logprob);
+      }
+    }
+  }
+}
+
 // Fault class 1: equal lengths in one batch. Fault class 2: a shared prefix of 600 tokens.
 TEST(EngineTest, NeighboursOfEqualLengthOrEqualPrefixKeepTheirRows) {
   const auto engine = Open();

@@ -311,9 +311,7 @@ TEST(CudaGraphTest, AGraphGivesTheBitsOfItsKernels) {
     StepOutput output;
     output.states = {std::span(static_cast<uint16_t*>(backend.AllocateHost(size * 2)), size),
                      std::span(states)};
-    output.ids.resize(64);
-    output.logprobs.resize(64);
-    output.entropies.resize(64);
+    output.chosen.resize(64);
     Result& result = results.emplace_back();
     int replays = 0;
     for (int step = 0; step < kSteps; ++step) {
@@ -326,7 +324,7 @@ TEST(CudaGraphTest, AGraphGivesTheBitsOfItsKernels) {
         for (int page = 0; page < 3; ++page) plan.page_table.push_back(page * kSeqs + s);
         plan.decodes.push_back(step > 0);
         for (int t = 0; t < rows; ++t) {
-          plan.ids.push_back(step == 0 ? 11 * s + t : output.ids[static_cast<size_t>(s)]);
+          plan.ids.push_back(step == 0 ? 11 * s + t : output.chosen[static_cast<size_t>(s)].id);
           plan.positions.push_back(step == 0 ? t : kPrompt + step - 1);
           plan.sequence.push_back(s);
         }
@@ -335,9 +333,10 @@ TEST(CudaGraphTest, AGraphGivesTheBitsOfItsKernels) {
       }
       model.Forward(plan, /*sharded=*/false, output);
       replays += backend.replays();
-      result.ids.insert(result.ids.end(), output.ids.begin(), output.ids.begin() + kSeqs);
-      for (const auto& scores : {output.logprobs, output.entropies})
-        result.scores.insert(result.scores.end(), scores.begin(), scores.begin() + kSeqs);
+      for (const ChosenToken& one : std::span(output.chosen).first(kSeqs)) {
+        result.ids.insert(result.ids.end(), {one.id, one.best});
+        result.scores.insert(result.scores.end(), {one.logprob, one.entropy, one.best_logprob});
+      }
       for (const auto& boundary : output.states) {
         result.states.insert(result.states.end(), boundary.begin(),
                              boundary.begin() + int64_t{plan.num_tokens()} * config.hidden);

@@ -13,11 +13,6 @@
 namespace statetap::cpu {
 namespace {
 
-struct Token {
-  int32_t id;
-  float logprob, entropy;
-};
-
 // The smallest set of most likely tokens with mass ≥ top_p, most likely first.
 std::vector<int32_t> Nucleus(const std::vector<double>& probability, double top_p) {
   // All tokens below this share have less mass together than what the cut leaves out, so none of
@@ -61,10 +56,10 @@ int32_t DrawFrom(std::span<const float> logits, float largest, const StepPlan::D
   return ids.back();  // rounding left a rest
 }
 
-Token Choose(std::span<const float> logits, const StepPlan::Draw& draw) {
+ChosenToken Choose(std::span<const float> logits, const StepPlan::Draw& draw) {
   constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
   for (const float logit : logits) {
-    if (!std::isfinite(logit)) return {0, kNaN, kNaN};
+    if (!std::isfinite(logit)) return {0, kNaN, kNaN, 0, kNaN};
   }
   const auto best = std::max_element(logits.begin(), logits.end());  // the first of equals
   const double largest = *best;
@@ -74,13 +69,12 @@ Token Choose(std::span<const float> logits, const StepPlan::Draw& draw) {
     sum += weight;
     weighted += weight * (logit - largest);
   }
+  const auto best_id = static_cast<int32_t>(best - logits.begin());
   int32_t id = draw.given;
-  if (id < 0)
-    id = draw.temperature > 0 ? DrawFrom(logits, *best, draw)
-                              : static_cast<int32_t>(best - logits.begin());
+  if (id < 0) id = draw.temperature > 0 ? DrawFrom(logits, *best, draw) : best_id;
   const double log_sum = std::log(sum);
   return {id, static_cast<float>(logits[static_cast<size_t>(id)] - largest - log_sum),
-          static_cast<float>(log_sum - weighted / sum)};
+          static_cast<float>(log_sum - weighted / sum), best_id, static_cast<float>(-log_sum)};
 }
 
 }  // namespace
@@ -109,7 +103,7 @@ void CpuBackend::Sample(const Step& step, const SampleParams& p) {
   communicator_.GatherBlocks(
       own, static_cast<size_t>(p.count) * static_cast<size_t>(p.vocab_per_rank) * sizeof(float),
       by_rank);
-  if (p.ids == nullptr) return;
+  if (p.chosen == nullptr) return;
   pool_.ParallelFor(p.count, [&](int64_t begin, int64_t end, int) {
     std::vector<float> logits(static_cast<size_t>(padded));
     for (int64_t i = begin; i < end; ++i) {
@@ -117,11 +111,8 @@ void CpuBackend::Sample(const Step& step, const SampleParams& p) {
         std::copy_n(by_rank + (rank * p.count + i) * p.vocab_per_rank, p.vocab_per_rank,
                     logits.data() + rank * p.vocab_per_rank);
       }
-      const Token token =
+      p.chosen[i] =
           Choose(std::span(logits).first(static_cast<size_t>(p.vocab)), step.draws[p.first + i]);
-      p.ids[i] = token.id;
-      p.logprobs[i] = token.logprob;
-      p.entropies[i] = token.entropy;
     }
   });
 }

@@ -167,14 +167,14 @@ void CudaBackend::PlanScratch(const Limits& limits) {
   choose_workspace_ =
       DeviceBuffer(ChooseWorkspaceBytes(limits.max_logit_rows, limits.padded_vocab));
   used_.workspace += static_cast<int64_t>(choose_workspace_.size());
-  plan(results_, 3, tokens, sizeof(float));
+  plan(results_, tokens, 1, sizeof(ChosenToken));
   // The states of a step on their way out: each rank's own rows, or all of a small step's.
   const int64_t world = communicator_.world();
   const int64_t own =
       std::max((tokens + world - 1) / world, std::min<int64_t>(tokens, kReplicated));
   captured_.Reserve(static_cast<size_t>(own * limits.num_boundaries * limits.hidden) *
                     sizeof(bf16));
-  results_host_ = PinnedBuffer(static_cast<size_t>(3 * tokens) * sizeof(float));
+  results_host_ = PinnedBuffer(static_cast<size_t>(tokens) * sizeof(ChosenToken));
 }
 
 // It only decodes, and no exchange needs the host.
@@ -299,11 +299,10 @@ void CudaBackend::CopyStatesOut() {
 void CudaBackend::Finish() {
   if (replays_ || records_) graphs_.Launch(stream());
   CopyStatesOut();
-  const auto row_bytes = static_cast<size_t>(limits_.max_tokens) * sizeof(float);
   if (!pending_tokens_.empty()) {
-    Check(cudaMemcpy2DAsync(results_host_.as<void>(), row_bytes, results_.as<void>(), row_bytes,
-                            static_cast<size_t>(num_logit_rows_) * sizeof(float), 3,
-                            cudaMemcpyDeviceToHost, stream()));
+    Check(cudaMemcpyAsync(results_host_.as<void>(), results_.as<void>(),
+                          static_cast<size_t>(num_logit_rows_) * sizeof(ChosenToken),
+                          cudaMemcpyDeviceToHost, stream()));
   }
   finished_.Record(stream());
   copied_.Record(copies_.get());
@@ -314,13 +313,8 @@ void CudaBackend::Finish() {
   for (const PendingStates& states : pending_states_)
     std::memcpy(states.to, states.from, states.count * sizeof(uint16_t));
   pending_states_.clear();
-  const auto tokens = static_cast<size_t>(limits_.max_tokens);
-  for (const PendingTokens& pending : pending_tokens_) {
-    const auto* scores = results_host_.as<float>() + pending.first;
-    std::copy_n(results_host_.as<int32_t>() + pending.first, pending.count, pending.ids);
-    std::copy_n(scores + tokens, pending.count, pending.logprobs);
-    std::copy_n(scores + 2 * tokens, pending.count, pending.entropies);
-  }
+  for (const PendingTokens& pending : pending_tokens_)
+    std::copy_n(results_host_.as<ChosenToken>() + pending.first, pending.count, pending.to);
   pending_tokens_.clear();
 }
 

@@ -156,15 +156,14 @@ class CudaBackend : public Backend {
     const uint16_t* from;
   };
   struct PendingTokens {
-    int32_t* ids;
-    float *logprobs, *entropies;
+    ChosenToken* to;
     int first, count;
   };
   DeviceBuffer captured_;
   PinnedBuffer captured_host_;
   size_t num_captured_ = 0;
   std::vector<PendingStates> pending_states_, pending_copies_;
-  DeviceBuffer results_;  // [max_tokens] ids, logprobs, entropies
+  DeviceBuffer results_;  // ChosenToken [max_tokens]
   PinnedBuffer results_host_;
   std::vector<PendingTokens> pending_tokens_;
   Event captured_event_, finished_, copied_;

@@ -147,8 +147,7 @@ void CudaBackend::Sample(const Step& step, const SampleParams& p) {
   if (p.count == 0) return;
   // Rows that a plan was rounded up by have no place on the host.
   const int count = std::clamp(num_logit_rows_ - p.first, 0, p.count);
-  if (p.ids != nullptr && count > 0)
-    pending_tokens_.push_back({p.ids, p.logprobs, p.entropies, p.first, count});
+  if (p.chosen != nullptr && count > 0) pending_tokens_.push_back({p.chosen, p.first, count});
   if (replays_) return;
   // Each logit row is normed by the rank that keeps it; the others add zeros.
   RmsNormParams norm{};
@@ -180,12 +179,9 @@ void CudaBackend::Sample(const Step& step, const SampleParams& p) {
   product.phase = Phase::kDecode;  // a few rows, of prompts too
   MultiplyFew(product);
   const float* logits = AllLogits(logits_.as<float>(), p.count, p.vocab_per_rank);
-  if (p.ids == nullptr) return;
-  const auto tokens = static_cast<size_t>(limits_.max_tokens);
-  auto* scores = results_.as<float>() + p.first;
+  if (p.chosen == nullptr) return;
   ChooseTokens({logits, p.count, p.vocab, p.vocab_per_rank, step.draws + p.first,
-                results_.as<int32_t>() + p.first, scores + tokens, scores + 2 * tokens,
-                choose_workspace_.as<void>()},
+                results_.as<ChosenToken>() + p.first, choose_workspace_.as<void>()},
                stream());
 }
 

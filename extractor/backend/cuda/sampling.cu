@@ -497,10 +497,7 @@ __global__ void __launch_bounds__(kThreads) ChooseKernel(const ChooseTokensParam
   WaitForEarlier();
   const BestOfRow best = BestOf(parts, num_parts);
   if (!best.finite) {
-    if (threadIdx.x == 0) {
-      p.ids[i] = 0;
-      p.logprobs[i] = p.entropies[i] = NAN;
-    }
+    if (threadIdx.x == 0) p.chosen[i] = {0, NAN, NAN, 0, NAN};
     return;
   }
   const StepPlan::Draw draw = p.draws[i];
@@ -534,9 +531,9 @@ __global__ void __launch_bounds__(kThreads) ChooseKernel(const ChooseTokensParam
     weighted += parts[part].weighted;
   }
   const double log_sum = log(sum);
-  p.ids[i] = id;
-  p.logprobs[i] = static_cast<float>(static_cast<double>(row.at(id)) - best.logit - log_sum);
-  p.entropies[i] = static_cast<float>(log_sum - weighted / sum);
+  p.chosen[i] = {id, static_cast<float>(static_cast<double>(row.at(id)) - best.logit - log_sum),
+                 static_cast<float>(log_sum - weighted / sum), best.id,
+                 static_cast<float>(-log_sum)};
 }
 
 }  // namespace

@@ -18,9 +18,7 @@ struct ChooseTokensParams {
   const float* logits;  // [ranks, count, vocab_per_rank]
   int count, vocab, vocab_per_rank;
   const StepPlan::Draw* draws;  // [count]
-  int32_t* ids;                 // [count]
-  float* logprobs;              // [count]; NaN where a logit is not finite, then id 0
-  float* entropies;             // [count]
+  ChosenToken* chosen;          // [count]
   void* workspace;              // ChooseWorkspaceBytes(count, vocab)
 };
 size_t ChooseWorkspaceBytes(int count, int vocab);
