@@ -4,6 +4,7 @@
 #   scripts/setup.sh --tests    and, for the tests, a Python environment in .venv
 #   scripts/setup.sh --trainers and one in .venv-trainers with torch and the trainers' packages (3 GB, minutes): without it the tests
 #                               that need them are skipped
+#   scripts/setup.sh --evals    and one in .venv-evals with the OpenAI client and lm-eval, for the tests of the HTTP completions
 source "$(dirname "$0")/common.sh"
 
 packages=(
@@ -12,7 +13,7 @@ packages=(
   libhdf5-dev libsqlite3-dev libcli11-dev nlohmann-json3-dev libfmt-dev
   libzstd-dev zlib1g-dev libxxhash-dev libpcre2-dev libcpp-httplib-dev libssl-dev
 )
-case ${1:-} in --tests | --trainers) tests=1 ;; *) tests= ;; esac
+case ${1:-} in --tests | --trainers | --evals) tests=1 ;; *) tests= ;; esac
 if [ "$tests" ]; then
   packages+=(libgtest-dev libgmock-dev libbenchmark-dev hdf5-tools python3 python3-venv clang-format)
 fi
@@ -47,4 +48,10 @@ if [ "${1:-}" = --trainers ] && ! "$root/.venv-trainers/bin/python3" -c 'import 
   "$root/.venv-trainers/bin/python3" -m pip install -q --disable-pip-version-check --no-deps specforge==0.2.0 nvidia-modelopt==0.47.0
   "$root/.venv-trainers/bin/python3" -m pip install -q --disable-pip-version-check scipy requests omegaconf nvidia-ml-py
   "$root/.venv-trainers/bin/python3" -m pip install -q --disable-pip-version-check "$root/client/python[all]"
+fi
+if [ "${1:-}" = --evals ] && ! "$root/.venv-evals/bin/python3" -c 'import openai, lm_eval, h5py, grpc, grpc_tools' 2>/dev/null; then
+  say "making .venv-evals (openai, lm-eval)"
+  python3 -m venv "$root/.venv-evals"
+  "$root/.venv-evals/bin/python3" -m pip install -q --disable-pip-version-check openai 'lm-eval[api]==0.4.13' numpy h5py grpcio grpcio-tools \
+    grpcio-health-checking pyarrow 'setuptools>=70.1'
 fi

@@ -12,8 +12,10 @@
 #include "server/rpc/features_service.h"
 #include "server/rpc/jobs_service.h"
 #include "server/rpc/model_service.h"
+#include "server/web/completions.h"
 #include "server/web/http_server.h"
 #include "server/web/metrics.h"
+#include "server/web/pages.h"
 
 namespace statetap {
 namespace {
@@ -128,10 +130,14 @@ absl::Status Server::Impl::ServeHttp(const Options& options) {
     return {true, text};
   };
   handlers.metrics = [this] { return MetricsText(*store, *runner, folders); };
-  handlers.page = [pages = std::make_shared<Pages>(*store, *runner, model, folders, shards)](
-                      const std::string& path, const Pages::Query& query) {
-    return pages->Get(path, query);
-  };
+  const int64_t most_tokens = std::min<int64_t>(model.max_seq_len, engine.info().kv_tokens);
+  handlers.others =
+      [pages = std::make_shared<Pages>(*store, *runner, model, folders, shards),
+       completions = std::make_shared<Completions>(*runner, model, static_cast<int>(most_tokens))](
+          const HttpRequest& request) {
+        if (auto reply = completions->Handle(request)) return *std::move(reply);
+        return pages->Get(request);
+      };
   STATETAP_ASSIGN_OR_RETURN(http_server, HttpServer::Start(options.http, std::move(handlers)));
   http_address = http_server->address();
   return absl::OkStatus();

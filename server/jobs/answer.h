@@ -3,11 +3,16 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <cstdint>
 #include <deque>
+#include <functional>
 #include <mutex>
 #include <optional>
+#include <span>
+#include <utility>
+#include <vector>
 
 #include "extractor/engine/hidden_state_sink.h"
 
@@ -15,12 +20,19 @@ namespace statetap {
 
 class Answer {
  public:
-  explicit Answer(SampleTask task) : task_(std::move(task)) {}
+  // `abandoned`: called when the reader wants no more of it, from the reader's thread.
+  Answer(SampleTask task, std::function<void()> abandoned)
+      : task_(std::move(task)), tell_abandoned_(std::move(abandoned)) {}
 
   struct Token {
     int32_t id;
     TokenScore score;
   };
+  // Whether Next would not block, after at most so long.
+  bool WaitFor(std::chrono::milliseconds patience) {
+    std::unique_lock lock(mutex_);
+    return changed_.wait_for(lock, patience, [&] { return ended_ || !tokens_.empty(); });
+  }
   // Blocks for the next token; nothing when the answer has ended. OK then, or why it ended.
   std::optional<Token> Next() {
     std::unique_lock lock(mutex_);
@@ -38,10 +50,27 @@ class Answer {
     const std::lock_guard lock(mutex_);
     return reason_;
   }
+  // As the task asked for them: without the first token. Complete once a token came or it ended.
+  std::vector<TokenScore> prompt_scores() const {
+    const std::lock_guard lock(mutex_);
+    return prompt_scores_;
+  }
   const SampleTask& task() const { return task_; }
   bool abandoned() const { return abandoned_; }
-  void Abandon() { abandoned_ = true; }
+  void Abandon() {
+    {
+      const std::lock_guard lock(mutex_);
+      if (ended_) return;
+    }
+    abandoned_ = true;
+    tell_abandoned_();
+  }
 
+  // In order.
+  void AddPromptScores(std::span<const TokenScore> scores) {
+    const std::lock_guard lock(mutex_);
+    prompt_scores_.insert(prompt_scores_.end(), scores.begin(), scores.end());
+  }
   void Add(Token token) {
     {
       const std::lock_guard lock(mutex_);
@@ -62,9 +91,11 @@ class Answer {
 
  private:
   const SampleTask task_;
+  const std::function<void()> tell_abandoned_;
   mutable std::mutex mutex_;
   std::condition_variable changed_;
   std::deque<Token> tokens_;
+  std::vector<TokenScore> prompt_scores_;
   bool ended_ = false;
   std::atomic<bool> abandoned_{false};
   absl::Status status_;

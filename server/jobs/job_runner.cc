@@ -233,7 +233,7 @@ absl::Status JobRunner::Delete(const JobRecord& job) {
 }
 
 absl::StatusOr<std::shared_ptr<Answer>> JobRunner::Ask(SampleTask task) {
-  auto answer = std::make_shared<Answer>(std::move(task));
+  auto answer = std::make_shared<Answer>(std::move(task), [this] { cancels_ = true; });
   {
     const std::lock_guard lock(mutex_);
     if (!engine_status_.ok()) return engine_status_;

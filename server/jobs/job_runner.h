@@ -66,7 +66,8 @@ class JobRunner final : private SampleSource, private HiddenStateSink {
   // Readers have acknowledged samples of the job. Where states are kept until then, shards that all
   // groups are done with lose theirs.
   void Acknowledged(int64_t key);
-  // UNAVAILABLE while draining or where the engine has failed.
+  // UNAVAILABLE while draining or where the engine has failed. The answer's reader must have gone
+  // before the runner does.
   absl::StatusOr<std::shared_ptr<Answer>> Ask(SampleTask task);
 
   struct Live {

@@ -143,12 +143,13 @@ void JobRunner::OnToken(uint64_t ticket, int32_t id, TokenScore score) {
   if (running == nullptr) return;
   if (running->answer == nullptr) return running->assembler->AddToken(id, score);
   running->answer->Add({id, score});
-  if (running->answer->abandoned()) cancels_ = true;
 }
 
 void JobRunner::OnScores(uint64_t ticket, int64_t first, std::span<const TokenScore> scores) {
   Running* running = Find(ticket);
-  if (running != nullptr && running->assembler) running->assembler->AddScores(first, scores);
+  if (running == nullptr) return;
+  if (running->answer != nullptr) return running->answer->AddPromptScores(scores);
+  running->assembler->AddScores(first, scores);
 }
 
 void JobRunner::OnFinished(uint64_t ticket, FinishReason reason) {

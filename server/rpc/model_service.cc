@@ -3,12 +3,15 @@
 #include <chrono>
 
 #include "extractor/base/digest.h"
-#include "server/jobs/admission.h"
+#include "server/jobs/ask.h"
 #include "server/jobs/estimate.h"
 #include "server/rpc/convert.h"
 
 namespace statetap {
 namespace {
+
+// How often a call that waits for its answer looks whether its caller is still there.
+constexpr std::chrono::milliseconds kPatience{200};
 
 void AddMemory(v1::ModelDescription& description, std::string_view what, int64_t bytes) {
   if (bytes == 0) return;
@@ -102,43 +105,35 @@ grpc::Status ModelService::Estimate(grpc::ServerContext*,
   return ToGrpc(estimate());
 }
 
-absl::StatusOr<SampleTask> ModelService::AnswerTask(const v1::GenerateRequest& request) const {
-  STATETAP_ASSIGN_OR_RETURN(const JobPlan plan, PlanJob(request.options(), /*generate=*/true,
-                                                        context_.model, Capture::kNo));
-  const SampleRow sample = AdmitSample(request.sample(), plan, context_.model)[0];
-  if (sample.rejection) {
-    return absl::InvalidArgumentError(
-        fmt::format("sample: {}: {}", sample.rejection->reason, sample.rejection->message));
-  }
-  const std::string id = sample.id.empty() ? sample.digest : sample.id;
-  return TaskOf(plan, sample, id, context_.model);
-}
-
 grpc::Status ModelService::Generate(grpc::ServerContext* call, const v1::GenerateRequest* request,
                                     grpc::ServerWriter<v1::GenerateResponse>* writer) {
   const auto begun = std::chrono::steady_clock::now();
-  absl::StatusOr<SampleTask> task = AnswerTask(*request);
+  absl::StatusOr<SampleTask> task = TaskOfQuestion(request->sample(), request->options(),
+                                                   /*generate=*/true, context_.model);
   if (!task.ok()) return ToGrpc(task.status());
-  const auto prompt_tokens = static_cast<int32_t>(task->input_ids.size());
-  const absl::StatusOr<std::shared_ptr<Answer>> answer = context_.runner.Ask(*std::move(task));
+  absl::StatusOr<std::shared_ptr<Answer>> answer = context_.runner.Ask(*std::move(task));
   if (!answer.ok()) return ToGrpc(answer.status());
-  StreamDecoder decoder(*context_.model.tokenizer);
+  AnswerReader reader(*std::move(answer), context_.model);
+  AnswerReader::Token token;
   int32_t tokens = 0;
-  while (const std::optional<Answer::Token> token = (*answer)->Next()) {
+  while (true) {
+    const AnswerReader::Event event = reader.Next(kPatience, &token);
+    if (event == AnswerReader::Event::kEnd) break;
+    if (call->IsCancelled()) return grpc::Status::CANCELLED;
+    if (event == AnswerReader::Event::kNothingYet) continue;
     v1::GenerateResponse response;
-    response.set_token(token->id);
-    // What ends the answer is no text of it.
-    if (!context_.model.IsStop(token->id)) response.set_text(decoder.Add(token->id));
-    response.set_logprob(token->score.logprob);
+    response.set_token(token.id);
+    response.set_text(token.text);
+    response.set_logprob(token.score.logprob);
     ++tokens;
-    if (call->IsCancelled() || !writer->Write(response)) (*answer)->Abandon();
+    if (!writer->Write(response)) return grpc::Status::CANCELLED;
   }
-  if (const absl::Status status = (*answer)->status(); !status.ok()) return ToGrpc(status);
+  if (!reader.status().ok()) return ToGrpc(reader.status());
   v1::GenerateResponse last;
-  last.set_text(decoder.Finish());
+  last.set_text(reader.Rest());
   last.set_token(-1);
-  last.set_finish_reason((*answer)->reason() == FinishReason::kStop ? "stop" : "length");
-  last.set_prompt_tokens(prompt_tokens);
+  last.set_finish_reason(std::string(reader.finish_reason()));
+  last.set_prompt_tokens(static_cast<int32_t>(reader.task().input_ids.size()));
   last.set_tokens(tokens);
   last.set_seconds(std::chrono::duration<double>(std::chrono::steady_clock::now() - begun).count());
   writer->Write(last);

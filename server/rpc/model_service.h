@@ -20,7 +20,6 @@ class ModelService final : public v1::Model::Service {
                         grpc::ServerWriter<v1::GenerateResponse>* writer) override;
 
  private:
-  absl::StatusOr<SampleTask> AnswerTask(const v1::GenerateRequest& request) const;
   const ServiceContext context_;
 };
 

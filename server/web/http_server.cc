@@ -3,9 +3,67 @@
 #include <httplib.h>
 
 #include <charconv>
+#include <semaphore>
 #include <utility>
 
 namespace statetap {
+namespace {
+
+// Accepting waits for a free thread: what is not accepted takes no memory of ours.
+class BoundedThreads final : public httplib::TaskQueue {
+ public:
+  // Nothing, or bool, as the library's version has it.
+  using Enqueued = decltype(std::declval<httplib::TaskQueue&>().enqueue(nullptr));
+  Enqueued enqueue(std::function<void()> serve) override {
+    free_.acquire();
+    return threads_.enqueue([this, serve = std::move(serve)] {
+      serve();
+      free_.release();
+    });
+  }
+  void shutdown() override { threads_.shutdown(); }
+
+ private:
+  std::counting_semaphore<> free_{HttpServer::kMostConnections};
+  httplib::ThreadPool threads_{HttpServer::kMostConnections};
+};
+
+class Sink final : public HttpSink {
+ public:
+  explicit Sink(httplib::DataSink& sink) : sink_(sink) {}
+  bool Write(std::string_view bytes) override { return sink_.write(bytes.data(), bytes.size()); }
+  bool Gone() override { return !sink_.is_writable(); }
+
+ private:
+  httplib::DataSink& sink_;
+};
+
+void Send(HttpReply reply, httplib::Response& response) {
+  response.status = reply.status;
+  // Nothing of a sample's text may run or load anything, whatever it spells.
+  response.set_header("Content-Security-Policy",
+                      "default-src 'none'; style-src 'unsafe-inline'; script-src 'self'; "
+                      "connect-src 'self'");
+  response.set_header("X-Content-Type-Options", "nosniff");
+  if (!reply.write) return response.set_content(std::move(reply.body), reply.type.c_str());
+  response.set_header("Cache-Control", "no-store");
+  response.set_chunked_content_provider(
+      reply.type.c_str(), [write = std::move(reply.write)](size_t, httplib::DataSink& to) {
+        Sink sink(to);
+        if (!write(sink)) return false;
+        to.done();
+        return true;
+      });
+}
+
+HttpRequest RequestOf(const httplib::Request& request) {
+  return {.method = request.method,
+          .path = request.path,
+          .query = request.params,
+          .authorization = request.get_header_value("Authorization")};
+}
+
+}  // namespace
 
 absl::StatusOr<HostPort> ParseHostPort(const std::string& address) {
   const size_t colon = address.rfind(':');
@@ -35,10 +93,13 @@ absl::StatusOr<std::unique_ptr<HttpServer>> HttpServer::Start(const std::string&
     const int yes = 1;
     setsockopt(socket, SOL_SOCKET, SO_REUSEADDR, &yes, sizeof(yes));
   });
-  // Connections that say nothing must not keep a probe waiting.
-  server->new_task_queue = [] { return new httplib::ThreadPool(32); };
-  server->set_read_timeout(2, 0);
-  server->set_keep_alive_timeout(2);
+  server->new_task_queue = [] { return new BoundedThreads; };
+  server->set_payload_max_length(kMostBodyBytes);
+  server->set_tcp_nodelay(true);
+  server->set_read_timeout(5, 0);
+  server->set_write_timeout(30, 0);
+  server->set_keep_alive_timeout(5);
+  server->set_keep_alive_max_count(1000);
   server->Get("/healthz", [health = std::move(handlers.health)](const httplib::Request&,
                                                                 httplib::Response& response) {
     const Health now = health();
@@ -49,17 +110,25 @@ absl::StatusOr<std::unique_ptr<HttpServer>> HttpServer::Start(const std::string&
                                                                   httplib::Response& response) {
     response.set_content(metrics(), "text/plain; version=0.0.4");
   });
-  if (handlers.page) {
-    server->Get(".*", [page = std::move(handlers.page)](const httplib::Request& request,
-                                                        httplib::Response& response) {
-      Pages::Reply reply = page(request.path, request.params);
-      response.status = reply.status;
-      // Nothing of a sample's text may run or load anything, whatever it spells.
-      response.set_header("Content-Security-Policy",
-                          "default-src 'none'; style-src 'unsafe-inline'; script-src 'self'; "
-                          "connect-src 'self'");
-      response.set_header("X-Content-Type-Options", "nosniff");
-      response.set_content(std::move(reply.body), reply.type.c_str());
+  if (handlers.others) {
+    server->Get(".*", [others = handlers.others](const httplib::Request& request,
+                                                 httplib::Response& response) {
+      Send(others(RequestOf(request)), response);
+    });
+    server->Post(".*", [others = std::move(handlers.others)](const httplib::Request& from,
+                                                             httplib::Response& response,
+                                                             const httplib::ContentReader& read) {
+      HttpRequest request = RequestOf(from);
+      // The rest of one that is too large is read and dropped, so that the answer is seen.
+      bool& too_large = request.body_too_large;
+      const bool whole = read([&](const char* bytes, size_t count) {
+        too_large = too_large || request.body.size() + count > kMostBodyBytes;
+        if (!too_large) request.body.append(bytes, count);
+        return true;
+      });
+      too_large = too_large || response.status == 413;
+      if (too_large) request.body.clear();
+      if (whole || too_large) Send(others(request), response);  // else it ended early: 400
     });
   }
   int port = where.port;

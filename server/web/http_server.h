@@ -1,5 +1,5 @@
-// The HTTP side: /healthz for load balancers, /metrics for Prometheus, pages for people. Threads of
-// its own.
+// The HTTP side: /healthz for load balancers, /metrics for Prometheus, and what others answer:
+// pages for people, completions for programs. A thread a connection, from a bounded number.
 #pragma once
 
 #include <functional>
@@ -8,7 +8,7 @@
 #include <thread>
 
 #include "extractor/base/status.h"
-#include "server/web/pages.h"
+#include "server/web/http_message.h"
 
 namespace httplib {
 class Server;
@@ -25,9 +25,12 @@ class HttpServer {
   struct Handlers {
     std::function<Health()> health;
     std::function<std::string()> metrics;  // text exposition format
-    // Every other path. Null: none.
-    std::function<Pages::Reply(const std::string& path, const Pages::Query& query)> page;
+    // GET and POST of every other path. Null: none.
+    std::function<HttpReply(const HttpRequest& request)> others;
   };
+  // More wait to be accepted. A client that neither sends nor reads for some seconds is cut.
+  static constexpr int kMostConnections = 288;
+  static constexpr size_t kMostBodyBytes = size_t{8} << 20;
   // `address`: HOST:PORT, port 0 picks one. ALREADY_EXISTS where the port is taken.
   static absl::StatusOr<std::unique_ptr<HttpServer>> Start(const std::string& address,
                                                            Handlers handlers);

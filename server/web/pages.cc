@@ -71,20 +71,17 @@ std::string Row(std::string_view name, std::string_view html) {
   return fmt::format("<tr><th>{}</th><td class=\"wide\">{}</td></tr>\n", name, html);
 }
 
-std::string ValueOf(const Pages::Query& query, const std::string& key) {
-  const auto found = query.find(key);
-  return found == query.end() ? "" : found->second;
-}
-
 }  // namespace
 
-Pages::Reply Pages::Get(const std::string& path, const Query& query) {
+HttpReply Pages::Get(const HttpRequest& request) {
+  const std::string& path = request.path;
   if (path == "/page.js") return {.type = "text/javascript", .body = std::string(kScript)};
   absl::StatusOr<std::string> page = absl::NotFoundError("there is no such page");
+  if (request.method == "POST") return {.status = 404};
   if (path == "/") page = Jobs();
-  if (path == "/job") page = Job(ValueOf(query, "id"));
-  if (path == "/samples") page = Samples(ValueOf(query, "job"), ValueOf(query, "after"));
-  if (path == "/sample") page = Sample(ValueOf(query, "job"), ValueOf(query, "id"));
+  if (path == "/job") page = Job(request.Value("id"));
+  if (path == "/samples") page = Samples(request.Value("job"), request.Value("after"));
+  if (path == "/sample") page = Sample(request.Value("job"), request.Value("id"));
   if (page.ok()) return {.body = *std::move(page)};
   return {.status = absl::IsNotFound(page.status()) ? 404 : 500,
           .body = Page("Not shown", Live::kNo,

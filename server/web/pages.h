@@ -2,31 +2,23 @@
 // Reads only. HTML made here; a few lines of script bring a page that changes up to date.
 #pragma once
 
-#include <functional>
-#include <map>
 #include <string>
 
 #include "server/features/shard_cache.h"
 #include "server/jobs/job_runner.h"
+#include "server/web/http_message.h"
 
 namespace statetap {
 
 class Pages {
  public:
-  struct Reply {
-    int status = 200;
-    std::string type = "text/html; charset=utf-8";
-    std::string body;
-  };
-  using Query = std::multimap<std::string, std::string>;
-
   Pages(const JobStore& store, const JobRunner& runner, const ServedModel& model,
         const ShardFolders& folders, ShardCache& shards)
       : store_(store), runner_(runner), model_(model), folders_(folders), shards_(shards) {}
 
   // "/", "/job?id=", "/samples?job=&after=", "/sample?job=&id=", "/page.js". 404 for other paths
   // and for jobs and samples that are not there. Thread safe.
-  Reply Get(const std::string& path, const Query& query);
+  HttpReply Get(const HttpRequest& request);
 
  private:
   std::string Jobs();

@@ -16,7 +16,7 @@ HIDDEN, LAYERS, TAPS = 128, 8, (2, 4, 5)
 
 
 class Served:
-    """with Served() as served: served.client, served.address, served.folder, served.cli(…)"""
+    """with Served() as served: served.client, served.address, served.http, served.folder, served.cli(…)"""
 
     def __init__(self, *options):
         self.options = options
@@ -30,7 +30,7 @@ class Served:
         ready = self.process.stdout.readline()
         if not ready.startswith("statetapd ready "):
             raise RuntimeError(f"no ready line but {ready!r}: {(self.folder / 'server.log').read_text()[-2000:]}")
-        self.address = ready.split("grpc=")[1].split()[0]
+        self.address, self.http = (ready.split(f"{name}=")[1].split()[0] for name in ("grpc", "http"))
         self.client = statetap.connect(self.address)
         return self
 

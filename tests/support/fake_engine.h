@@ -29,6 +29,7 @@ class FakeEngine : public Engine {
   };
   FakeEngine(int hidden, int vocab, int max_seq_len) : hidden_(hidden), vocab_(vocab) {
     info_.max_seq_len = max_seq_len;
+    info_.kv_tokens = int64_t{8} * max_seq_len;
     options_.max_running = 8;
   }
   Faults faults;
@@ -112,7 +113,8 @@ class FakeEngine : public Engine {
 
   bool Finish(uint64_t ticket, State& state, HiddenStateSink& sink) {
     if (state.task.token_scores)
-      sink.OnScores(ticket, 1, std::vector<TokenScore>(state.task.input_ids.size() - 1, {-1, 2}));
+      sink.OnScores(ticket, 1,
+                    std::vector<TokenScore>(state.task.input_ids.size() - 1, {-1, 2, 0, -1}));
     sink.OnFinished(ticket, FinishReason::kPrefill);
     return false;
   }
@@ -120,6 +122,8 @@ class FakeEngine : public Engine {
   bool Sample(uint64_t ticket, State& state, HiddenStateSink& sink) {
     SampleTask& task = state.task;
     const int64_t tokens = state.rows;
+    if (task.prompt_scores && state.new_tokens == 0)
+      sink.OnScores(ticket, 1, std::vector<TokenScore>(task.input_ids.size() - 1, {-1, 2, 0, -1}));
     const auto stops = [&](int32_t id) {
       return std::find(task.stop_ids.begin(), task.stop_ids.end(), id) != task.stop_ids.end();
     };
@@ -138,9 +142,9 @@ class FakeEngine : public Engine {
                             : static_cast<int32_t>(draw % static_cast<uint64_t>(vocab_));
     task.input_ids.push_back(id);
     ++state.new_tokens;
-    sink.OnToken(
-        ticket, id,
-        task.token_scores ? TokenScore{-0.5f, 1.5f} : TokenScore{std::nanf(""), std::nanf("")});
+    sink.OnToken(ticket, id,
+                 task.token_scores ? TokenScore{-0.5f, 1.5f, id, -0.5f}
+                                   : TokenScore{std::nanf(""), std::nanf("")});
     return true;
   }
 
