@@ -302,9 +302,7 @@ class Bench {
     limits.num_pages = kPages;
     limits.inner_eps = 1e-6;
     model_ = std::make_unique<Transformer>(config_, layout_, backend_, std::move(weights), limits);
-    output_.ids.resize(static_cast<size_t>(limits.max_tokens));
-    output_.logprobs.resize(output_.ids.size());
-    output_.entropies.resize(output_.ids.size());
+    output_.chosen.resize(static_cast<size_t>(limits.max_tokens));
     max_tokens_ = limits.max_tokens;
     backend_.FillCache();
     backend_.MakeLogits(limits.max_logit_rows, layout_.vocab_per_rank());
