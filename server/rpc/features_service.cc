@@ -4,7 +4,7 @@
 
 #include "proto/messages/statistics.h"
 #include "server/features/sample_fetch.h"
-#include "server/rpc/blocking_bidi.h"
+#include "server/rpc/blocking_stream.h"
 #include "server/rpc/convert.h"
 #include "server/rpc/feature_wire.h"
 
@@ -13,16 +13,16 @@ namespace {
 
 using Bidi = BlockingBidi<grpc::ByteBuffer, grpc::ByteBuffer>;
 
-absl::StatusOr<v1::StreamFeaturesRequest> Parse(grpc::ByteBuffer& bytes) {
-  v1::StreamFeaturesRequest request;
-  const grpc::Status parsed =
-      grpc::SerializationTraits<v1::StreamFeaturesRequest>::Deserialize(&bytes, &request);
-  if (parsed.ok()) return request;
-  return absl::InternalError("a request of the stream cannot be read as StreamFeaturesRequest");
+template <typename Request>
+absl::StatusOr<Request> Parse(grpc::ByteBuffer bytes) {
+  Request request;
+  if (grpc::SerializationTraits<Request>::Deserialize(&bytes, &request).ok()) return request;
+  return absl::InternalError(
+      fmt::format("a request cannot be read as {}", Request::descriptor()->name()));
 }
 
 void Take(FeatureStream& stream, grpc::ByteBuffer bytes) {
-  const absl::StatusOr<v1::StreamFeaturesRequest> parsed = Parse(bytes);
+  const absl::StatusOr<v1::StreamFeaturesRequest> parsed = Parse<v1::StreamFeaturesRequest>(bytes);
   if (!parsed.ok()) return stream.Stop(parsed.status());
   const v1::StreamFeaturesRequest& request = *parsed;
   absl::Status status;
@@ -79,7 +79,8 @@ grpc::ServerBidiReactor<grpc::ByteBuffer, grpc::ByteBuffer>* FeaturesService::St
     grpc::ByteBuffer first;
     if (!bidi.Read(&first))
       return ToGrpc(absl::InvalidArgumentError("start: the first message must have it"));
-    const absl::StatusOr<v1::StreamFeaturesRequest> request = Parse(first);
+    const absl::StatusOr<v1::StreamFeaturesRequest> request =
+        Parse<v1::StreamFeaturesRequest>(first);
     if (!request.ok()) return ToGrpc(request.status());
     if (!request->has_start())
       return ToGrpc(absl::InvalidArgumentError("start: the first message must have it"));
@@ -148,25 +149,32 @@ grpc::Status FeaturesService::DescribeStream(grpc::ServerContext*, const v1::Str
   return grpc::Status::OK;
 }
 
-grpc::Status FeaturesService::GetSamples(grpc::ServerContext*, const v1::GetSamplesRequest* request,
-                                         grpc::ServerWriter<v1::StreamFeaturesResponse>* writer) {
-  return ToGrpc(SendSamples(context_.store, context_.shards, *request,
-                            [&](v1::StreamFeaturesResponse message, const StatesView& states) {
-                              for (const auto& part : states.parts)
-                                message.mutable_data()->mutable_states()->append(
-                                    reinterpret_cast<const char*>(part.data()), part.size());
-                              return !context_.draining && writer->Write(message);
-                            }));
+grpc::ServerWriteReactor<grpc::ByteBuffer>* FeaturesService::GetSamples(
+    grpc::CallbackServerContext*, const grpc::ByteBuffer* bytes) {
+  return Send(Parse<v1::GetSamplesRequest>(*bytes));
 }
 
-grpc::Status FeaturesService::GetSample(grpc::ServerContext* call,
-                                        const v1::GetSampleRequest* request,
-                                        grpc::ServerWriter<v1::StreamFeaturesResponse>* writer) {
+grpc::ServerWriteReactor<grpc::ByteBuffer>* FeaturesService::GetSample(
+    grpc::CallbackServerContext*, const grpc::ByteBuffer* bytes) {
+  auto request = Parse<v1::GetSampleRequest>(*bytes);
+  if (!request.ok()) return Send(request.status());
   v1::GetSamplesRequest one;
   one.set_job(request->job());
   one.add_ids(request->id());
-  *one.mutable_boundaries() = request->boundaries();
-  return GetSamples(call, &one, writer);
+  one.mutable_boundaries()->Swap(request->mutable_boundaries());
+  return Send(std::move(one));
+}
+
+grpc::ServerWriteReactor<grpc::ByteBuffer>* FeaturesService::Send(
+    absl::StatusOr<v1::GetSamplesRequest> request) {
+  return BlockingWriter<grpc::ByteBuffer>::Start([this, request = std::move(request)](auto& call) {
+    if (!request.ok()) return ToGrpc(request.status());
+    return ToGrpc(
+        SendSamples(context_.store, context_.shards, *request,
+                    [&](const v1::StreamFeaturesResponse& message, const StatesView& states) {
+                      return !context_.draining && call.Write(ToWire(message, states));
+                    }));
+  });
 }
 
 }  // namespace statetap

@@ -1,6 +1,5 @@
-// statetap.v1.Features: decode, call, encode. The stream is asynchronous underneath
-// (blocking_bidi.h says why) and its messages go out raw (feature_wire.h), the rest are plain
-// calls.
+// statetap.v1.Features: decode, call, encode. What carries states goes out raw (feature_wire.h, by
+// blocking_stream.h), the rest are plain calls.
 #pragma once
 
 #include <memory>
@@ -14,7 +13,9 @@
 namespace statetap {
 
 class FeaturesService final
-    : public v1::Features::WithRawCallbackMethod_StreamFeatures<v1::Features::Service> {
+    : public v1::Features::WithRawCallbackMethod_StreamFeatures<
+          v1::Features::WithRawCallbackMethod_GetSamples<
+              v1::Features::WithRawCallbackMethod_GetSample<v1::Features::Service>>> {
  public:
   explicit FeaturesService(const ServiceContext& context) : context_(context) {}
 
@@ -28,16 +29,17 @@ class FeaturesService final
                              v1::Statistics* response) override;
   grpc::Status CheckShards(grpc::ServerContext* call, const v1::ListShardsRequest* request,
                            v1::CheckShardsResponse* response) override;
-  grpc::Status GetSamples(grpc::ServerContext* call, const v1::GetSamplesRequest* request,
-                          grpc::ServerWriter<v1::StreamFeaturesResponse>* writer) override;
-  grpc::Status GetSample(grpc::ServerContext* call, const v1::GetSampleRequest* request,
-                         grpc::ServerWriter<v1::StreamFeaturesResponse>* writer) override;
+  grpc::ServerWriteReactor<grpc::ByteBuffer>* GetSamples(grpc::CallbackServerContext* call,
+                                                         const grpc::ByteBuffer* bytes) override;
+  grpc::ServerWriteReactor<grpc::ByteBuffer>* GetSample(grpc::CallbackServerContext* call,
+                                                        const grpc::ByteBuffer* bytes) override;
 
   // Ends every stream with UNAVAILABLE; what they had not acknowledged comes again next time.
   void StopStreams();
 
  private:
   void Register(const std::shared_ptr<FeatureStream>& stream);
+  grpc::ServerWriteReactor<grpc::ByteBuffer>* Send(absl::StatusOr<v1::GetSamplesRequest> request);
   const ServiceContext context_;
   std::mutex mutex_;
   std::vector<std::weak_ptr<FeatureStream>> streams_;
