@@ -9,6 +9,7 @@
 #include <limits>
 #include <mutex>
 #include <optional>
+#include <thread>
 #include <utility>
 
 #include "extractor/base/digest.h"
@@ -25,9 +26,15 @@
 namespace statetap {
 namespace {
 
-// Below this a second thread costs more than it saves.
-constexpr int64_t kBytesForTwoThreads = int64_t{1} << 19;
+// Below this more threads cost more than they save.
+constexpr int64_t kBytesForThreads = int64_t{1} << 19;
 constexpr int64_t kSomeSamples = 8;
+
+// One that writes and, where the machine has cores to spare, one for each boundary of the usual
+// four.
+int NumThreads() {
+  return std::clamp(static_cast<int>(std::thread::hardware_concurrency()) / 2, 2, 5);
+}
 
 class Writer : public ShardWriter {
  public:
@@ -83,7 +90,7 @@ class Writer : public ShardWriter {
   std::vector<SampleEntry> samples_;
   std::vector<BoundaryStatistics> statistics_;
   std::vector<Encoded> encoded_;  // of the sample at hand, by boundary; kept for its memory
-  WorkerPool threads_{2};
+  WorkerPool threads_{NumThreads()};
   int64_t rows_ = 0;
   absl::Status failed_;
   bool committed_ = false;
@@ -201,10 +208,10 @@ absl::Status Writer::Reserve(BulkDataset* dataset, int64_t rows) {
   return hdf5_->ExtendRows(dataset->path, rows, &dataset->chunk_offsets);
 }
 
-// One thread takes tasks from the front, where the writes are, the other from the back: two writes
+// One thread takes tasks from the front, where the writes are, the others from the back: two writes
 // into one file would wait for each other.
 void Writer::Run(std::span<const std::function<void()>> tasks, int64_t bytes) {
-  if (bytes < kBytesForTwoThreads) {
+  if (bytes < kBytesForThreads) {
     for (const auto& task : tasks) task();
     return;
   }
@@ -221,7 +228,7 @@ void Writer::Run(std::span<const std::function<void()>> tasks, int64_t bytes) {
       tasks[next]();
     }
   };
-  threads_.ParallelFor(2, [&](int64_t begin, int64_t end, int) {
+  threads_.ParallelFor(threads_.num_threads(), [&](int64_t begin, int64_t end, int) {
     for (int64_t side = begin; side < end; ++side) work(side == 0);
   });
 }

@@ -24,7 +24,7 @@ struct ActiveJob {
   const ShardConfig shard_config;
   std::atomic<bool> stopped{false};
   std::atomic<int64_t> running{0};   // samples in the engine
-  std::atomic<int64_t> captured{0};  // complete, in the open shard
+  std::atomic<int64_t> captured{0};  // complete, in shards that the store does not know yet
   std::atomic<int64_t> captured_rows{0};
   bool gate_passed = false;  // pipeline's thread
   RateMeter rate;

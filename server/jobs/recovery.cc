@@ -1,5 +1,8 @@
 #include "server/jobs/recovery.h"
 
+#include <absl/strings/numbers.h>
+#include <absl/strings/strip.h>
+
 #include <algorithm>
 #include <filesystem>
 #include <set>
@@ -39,18 +42,25 @@ absl::StatusOr<std::vector<StoredSample>> SamplesOf(const JobStore& store, const
   return samples;
 }
 
+// Of shard-000012.h5; an earlier one may never have been finished.
+int64_t NumberOf(const std::filesystem::path& path) {
+  int64_t number = 0;
+  return absl::SimpleAtoi(absl::StripPrefix(path.stem().string(), "shard-"), &number) ? number : 0;
+}
+
 absl::Status Adopt(JobStore& store, const JobRecord& job, const std::filesystem::path& path,
                    const ShardFolders& folders) {
   STATETAP_ASSIGN_OR_RETURN(const auto shard, ShardReader::Open(path));
   STATETAP_ASSIGN_OR_RETURN(const auto samples, SamplesOf(store, job, *shard));
-  STATETAP_ASSIGN_OR_RETURN(const int64_t seq, store.NextShard(job.key));
+  STATETAP_ASSIGN_OR_RETURN(const int64_t next, store.NextShard(job.key));
   std::error_code error;
   const auto bytes = std::filesystem::file_size(path, error);
   if (error) return absl::InternalError(error.message());
-  return store.CommitShard(job.key,
-                           {seq, folders.ToStored(path), static_cast<int64_t>(samples.size()),
-                            shard->rows(), static_cast<int64_t>(bytes), shard->digest()},
-                           samples);
+  return store.CommitShard(
+      job.key,
+      {std::max(next, NumberOf(path)), folders.ToStored(path), static_cast<int64_t>(samples.size()),
+       shard->rows(), static_cast<int64_t>(bytes), shard->digest()},
+      samples);
 }
 
 absl::Status RecoverFolder(JobStore& store, const JobRecord& job, const ShardFolders& folders,

@@ -48,13 +48,37 @@ std::vector<ShardFolders::Root> ShardFolders::roots() const {
   return roots_;
 }
 
-absl::StatusOr<std::filesystem::path> ShardFolders::PathFor(const std::string& job, int64_t seq) {
+size_t ShardFolders::RootOf(const std::filesystem::path& path) const {
+  size_t found = roots_.size();
+  for (size_t i = 0; i < roots_.size(); ++i) {
+    const std::filesystem::path below = path.lexically_relative(roots_[i].path);
+    if (!below.empty() && *below.begin() != "..") found = i;
+  }
+  return found;
+}
+
+bool ShardFolders::OnOneRoot(const std::filesystem::path& a, const std::filesystem::path& b) const {
+  return RootOf(a) == RootOf(b);
+}
+
+absl::StatusOr<std::filesystem::path> ShardFolders::PathFor(
+    const std::string& job, int64_t seq, int64_t bytes,
+    std::span<const std::filesystem::path> busy) {
   while (true) {
-    std::vector<Root> roots = this->roots();
-    std::erase_if(roots, [](const Root& root) { return !root.failure.empty(); });
-    const auto most_free =
-        std::ranges::max_element(roots, {}, [](const Root& root) { return Available(root.path); });
-    const std::filesystem::path folder = most_free->path / job;
+    const std::vector<Root> roots = this->roots();
+    const Root* best = nullptr;
+    std::pair<bool, uintmax_t> best_has;  // idle with room, free bytes
+    for (size_t i = 0; i < roots.size(); ++i) {
+      if (!roots[i].failure.empty()) continue;
+      const bool idle =
+          std::ranges::none_of(busy, [&](const auto& path) { return RootOf(path) == i; });
+      const uintmax_t free = Available(roots[i].path);
+      const std::pair has(idle && free >= static_cast<uintmax_t>(bytes), free);
+      if (best != nullptr && has <= best_has) continue;
+      best = &roots[i];
+      best_has = has;
+    }
+    const std::filesystem::path folder = best->path / job;
     std::error_code error;
     std::filesystem::create_directories(folder, error);
     if (!error) return folder / fmt::format("shard-{:06}.h5", seq);
@@ -64,19 +88,17 @@ absl::StatusOr<std::filesystem::path> ShardFolders::PathFor(const std::string& j
 }
 
 bool ShardFolders::TakeOut(const std::filesystem::path& path, const absl::Status& why) {
+  const size_t root = RootOf(path);
+  if (root == roots_.size()) return false;
   const std::lock_guard lock(mutex_);
-  Root* failed = nullptr;
-  int in_use = 0;
-  for (Root& root : roots_) {
-    in_use += root.failure.empty() ? 1 : 0;
-    const std::filesystem::path below = path.lexically_relative(root.path);
-    if (!below.empty() && *below.begin() != "..") failed = &root;
-  }
-  if (failed == nullptr || !failed->failure.empty()) return failed != nullptr;
+  const auto in_use =
+      std::ranges::count_if(roots_, [](const Root& each) { return each.failure.empty(); });
+  Root& failed = roots_[root];
+  if (!failed.failure.empty()) return true;
   if (in_use < 2) return false;
-  failed->failure = std::string(MessageOf(why));
-  LogError("shard folder {} is out of use until the server starts again: {}", failed->path.string(),
-           failed->failure);
+  failed.failure = std::string(MessageOf(why));
+  LogError("shard folder {} is out of use until the server starts again: {}", failed.path.string(),
+           failed.failure);
   return true;
 }
 

@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <filesystem>
 #include <mutex>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -20,9 +21,14 @@ class ShardFolders {
   // No roots: <data>/shards.
   ShardFolders(std::filesystem::path data, std::vector<std::filesystem::path> roots);
 
-  // A shard to be written now: on the root with the most free space of those that are in use, in a
-  // folder that is made where it is missing.
-  absl::StatusOr<std::filesystem::path> PathFor(const std::string& job, int64_t seq);
+  // A shard of about `bytes` to be written now: on the root with the most free space of those in
+  // use that have room for it and hold none of the shards that are `busy`; where there is none, on
+  // the one with the most free space. In a folder that is made where it is missing.
+  absl::StatusOr<std::filesystem::path> PathFor(const std::string& job, int64_t seq,
+                                                int64_t bytes = 0,
+                                                std::span<const std::filesystem::path> busy = {});
+  // Whether both shards lie below the same root.
+  bool OnOneRoot(const std::filesystem::path& a, const std::filesystem::path& b) const;
   // Something below the root that holds `path` could not be written. Takes that root out; false
   // where it is the last one in use, which stays.
   bool TakeOut(const std::filesystem::path& path, const absl::Status& why);
@@ -38,6 +44,7 @@ class ShardFolders {
   std::filesystem::path FromStored(const std::string& stored) const;
 
  private:
+  size_t RootOf(const std::filesystem::path& path) const;  // roots_.size() where it is below none
   std::filesystem::path data_;
   mutable std::mutex mutex_;  // guards the failures
   std::vector<Root> roots_;

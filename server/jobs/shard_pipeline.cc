@@ -116,6 +116,7 @@ void ShardPipeline::CloseAllNow() {
     const ActiveJobPtr job = open_.begin()->second.job;
     if (const absl::Status status = Close(job); !status.ok()) Fault(job, status);
   }
+  while (!commits_.empty()) NoteOldestOrFault();
 }
 
 absl::StatusOr<ShardPipeline::OpenShard*> ShardPipeline::OpenShardOf(const ActiveJobPtr& job) {
@@ -123,7 +124,14 @@ absl::StatusOr<ShardPipeline::OpenShard*> ShardPipeline::OpenShardOf(const Activ
   OpenShard shard;
   shard.job = job;
   STATETAP_ASSIGN_OR_RETURN(shard.seq, store_.NextShard(job->key));
-  STATETAP_ASSIGN_OR_RETURN(shard.path, folders_.PathFor(job->id, shard.seq));
+  std::vector<std::filesystem::path> busy;
+  for (const Commit& commit : commits_) {
+    busy.push_back(commit.shard.path);
+    if (commit.shard.job->key == job->key) shard.seq = commit.shard.seq + 1;
+  }
+  STATETAP_ASSIGN_OR_RETURN(
+      shard.path, folders_.PathFor(job->id, shard.seq,
+                                   static_cast<int64_t>(job->plan.options.shard_bytes()), busy));
   auto writer = ShardWriter::Create(shard.path, job->shard_config, {});
   if (!writer.ok()) return Elsewhere(shard.path, writer.status());
   shard.writer = *std::move(writer);
@@ -141,10 +149,9 @@ void ShardPipeline::Append(const ActiveJobPtr& job, const FinishedSample& sample
   facts.row = (*shard)->rows;
   (*shard)->rows += facts.rows;
   (*shard)->samples.push_back(std::move(facts));
-  job->captured = static_cast<int64_t>((*shard)->samples.size());
-  job->captured_rows = (*shard)->rows;
+  CountCaptured(*job);
   if ((*shard)->writer->states_bytes() >= static_cast<int64_t>(job->plan.options.shard_bytes())) {
-    if (const absl::Status status = Close(job); !status.ok()) return Fault(job, status);
+    if (const absl::Status status = BeginCommit(job); !status.ok()) return Fault(job, status);
   }
   CloseIfNothingLeft(job);
 }
@@ -157,22 +164,53 @@ void ShardPipeline::Reject(const ActiveJobPtr& job,
   CloseIfNothingLeft(job);
 }
 
-absl::Status ShardPipeline::Close(const ActiveJobPtr& job) {
+absl::Status ShardPipeline::BeginCommit(const ActiveJobPtr& job) {
+  const auto waits_for = [&](const Commit& commit) {
+    const auto open = open_.find(job->key);
+    return open != open_.end() && folders_.OnOneRoot(commit.shard.path, open->second.path);
+  };
+  while (std::ranges::any_of(commits_, waits_for)) {
+    if (commits_.front().shard.job == job) {
+      STATETAP_RETURN_IF_ERROR(NoteOldest());
+    } else {
+      NoteOldestOrFault();
+    }
+  }
   const auto found = open_.find(job->key);
   if (found == open_.end()) return absl::OkStatus();
-  const OpenShard shard = std::move(found->second);
+  std::promise<absl::StatusOr<ShardSummary>> written;
+  Commit& commit = commits_.emplace_back(std::move(found->second), written.get_future());
   open_.erase(found);
-  job->captured = job->captured_rows = 0;
-  const absl::StatusOr<ShardSummary> written = shard.writer->Commit();
+  commit.thread = std::thread([this, writer = commit.shard.writer.get(),
+                               written = std::move(written)]() mutable {
+    written.set_value(writer->Commit());
+    Push({nullptr,
+          [this] {
+            while (!commits_.empty() && commits_.front().written.wait_for(
+                                            std::chrono::seconds(0)) == std::future_status::ready)
+              NoteOldestOrFault();
+          },
+          {}});
+  });
+  return absl::OkStatus();
+}
+
+absl::Status ShardPipeline::NoteOldest() {
+  Commit commit = std::move(commits_.front());
+  commits_.pop_front();
+  const absl::StatusOr<ShardSummary> written = commit.written.get();
+  commit.thread.join();
+  const OpenShard& shard = commit.shard;
+  CountCaptured(*shard.job);
   if (!written.ok()) return Elsewhere(shard.path, written.status());
   const ShardSummary& summary = *written;
   const absl::Status status =
-      store_.CommitShard(job->key,
+      store_.CommitShard(shard.job->key,
                          {shard.seq, folders_.ToStored(summary.path), summary.samples, summary.rows,
                           summary.bytes, summary.digest},
                          shard.samples);
   if (status.ok()) {
-    LogInfo("{}: {} holds {} samples, {} rows, {} bytes", job->id, summary.path.string(),
+    LogInfo("{}: {} holds {} samples, {} rows, {} bytes", shard.job->id, summary.path.string(),
             summary.samples, summary.rows, summary.bytes);
     listener_.committed();
     return status;
@@ -183,15 +221,59 @@ absl::Status ShardPipeline::Close(const ActiveJobPtr& job) {
   return status;
 }
 
-// What is to do lies in the open shard: nothing else runs, so it is closed, which ends the job.
+void ShardPipeline::NoteOldestOrFault() {
+  const ActiveJobPtr job = commits_.front().shard.job;
+  const absl::Status status = NoteOldest();
+  if (status.ok()) return;
+  if (!job->stopped) return Fault(job, status);
+  LogError("{}: {}", job->id, MessageOf(status));
+}
+
+absl::Status ShardPipeline::Settle(const ActiveJobPtr& job) {
+  absl::Status first;
+  while (std::ranges::any_of(commits_,
+                             [&](const Commit& commit) { return commit.shard.job == job; })) {
+    if (commits_.front().shard.job == job) {
+      first.Update(NoteOldest());
+    } else {
+      NoteOldestOrFault();
+    }
+  }
+  return first;
+}
+
+absl::Status ShardPipeline::Close(const ActiveJobPtr& job) {
+  absl::Status status = BeginCommit(job);
+  status.Update(Settle(job));
+  return status;
+}
+
+int64_t ShardPipeline::InShards(const ActiveJob& job) const {
+  int64_t samples = 0;
+  for (const Commit& commit : commits_)
+    if (commit.shard.job->key == job.key) samples += std::ssize(commit.shard.samples);
+  if (const auto open = open_.find(job.key); open != open_.end())
+    samples += std::ssize(open->second.samples);
+  return samples;
+}
+
+void ShardPipeline::CountCaptured(ActiveJob& job) const {
+  int64_t rows = 0;
+  for (const Commit& commit : commits_)
+    if (commit.shard.job->key == job.key) rows += commit.shard.rows;
+  if (const auto open = open_.find(job.key); open != open_.end()) rows += open->second.rows;
+  job.captured = InShards(job);
+  job.captured_rows = rows;
+}
+
+// What is to do lies in shards: nothing else runs, so they are closed, which ends the job.
 void ShardPipeline::CloseIfNothingLeft(const ActiveJobPtr& job) {
+  if (job->stopped) return;
   absl::StatusOr<JobRecord> record = store_.GetJob(job->key);
   if (!record.ok()) return Fault(job, record.status());
-  const auto found = open_.find(job->key);
-  const int64_t in_shard =
-      found == open_.end() ? 0 : static_cast<int64_t>(found->second.samples.size());
-  if (record->counts.to_do > in_shard) {
-    if (!job->gate_passed && record->counts.stored + in_shard >= job->plan.options.gate())
+  const int64_t in_shards = InShards(*job);
+  if (record->counts.to_do > in_shards) {
+    if (!job->gate_passed && record->counts.stored + in_shards >= job->plan.options.gate())
       LookAtGate(job);
     return;
   }
@@ -261,6 +343,9 @@ absl::Status ShardPipeline::Elsewhere(const std::filesystem::path& path,
 void ShardPipeline::Fault(const ActiveJobPtr& job, const absl::Status& status) {
   job->stopped = true;
   open_.erase(job->key);
+  // What is on its way still counts: the next attempt must not run it again.
+  if (const absl::Status other = Settle(job); !other.ok())
+    LogError("{}: {}", job->id, MessageOf(other));
   if (absl::IsUnavailable(status)) {
     LogError("{}: {}", job->id, MessageOf(status));
     retries_[job->key] = std::chrono::steady_clock::now();

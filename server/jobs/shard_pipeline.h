@@ -3,6 +3,10 @@
 // one store transaction that names its samples. Rejections, cancels and endings pass through the
 // same thread, so the order of a job's events is the order they were pushed in.
 //
+// A full shard reaches the disk on a thread of its own while the next one is filled, on another
+// folder where one is idle: several disks take bytes at once. At most one shard a folder is on its
+// way; the store hears of them in the order they were filled.
+//
 // A write that fails stops the attempt: its samples are to do again. Where there are other shard
 // folders, the one that failed is taken out and the job goes on at once (a full one is not: the
 // next shard goes where there is room). A last folder that cannot be written fails a job that has
@@ -68,6 +72,11 @@ class ShardPipeline {
     std::vector<StoredSample> samples;
     int64_t rows = 0;
   };
+  struct Commit {
+    OpenShard shard;
+    std::future<absl::StatusOr<ShardSummary>> written;
+    std::thread thread;
+  };
   struct Event {
     ActiveJobPtr job;
     std::function<void()> run;
@@ -79,7 +88,16 @@ class ShardPipeline {
   void Reject(const ActiveJobPtr& job, std::span<const JobStore::RejectedSample> samples);
   void StopNow(int64_t key, Finished finished);
   absl::StatusOr<OpenShard*> OpenShardOf(const ActiveJobPtr& job);
-  absl::Status Close(const ActiveJobPtr& job);
+  // The open shard, where there is one, goes its way. A failure is that of an earlier one.
+  absl::Status BeginCommit(const ActiveJobPtr& job);
+  // Waits for the oldest and tells the store.
+  absl::Status NoteOldest();
+  void NoteOldestOrFault();
+  // Until nothing of the job is on its way. The first failure.
+  absl::Status Settle(const ActiveJobPtr& job);
+  absl::Status Close(const ActiveJobPtr& job);   // both
+  int64_t InShards(const ActiveJob& job) const;  // samples that the store does not know yet
+  void CountCaptured(ActiveJob& job) const;
   void CloseAllNow();
   void CloseIfNothingLeft(const ActiveJobPtr& job);
   void LookAtGate(const ActiveJobPtr& job);
@@ -95,6 +113,7 @@ class ShardPipeline {
   const Listener listener_;
   const Options options_;
   std::map<int64_t, OpenShard> open_;  // by job key
+  std::deque<Commit> commits_;         // oldest first
   std::map<int64_t, std::chrono::steady_clock::time_point> retries_;
   std::mutex mutex_;
   std::condition_variable pushed_;

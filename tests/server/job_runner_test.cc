@@ -478,6 +478,35 @@ TEST(JobRunnerTest, AFailingDiskIsTakenOutAndItsUnfinishedSamplesRunOnTheOthers)
   EXPECT_THAT(path.string(), HasSubstr((disks / "one").string()));
 }
 
+TEST(JobRunnerTest, AShardGoesToADiskThatIsIdleAndHasRoom) {
+  testing::TempDir disks;
+  ShardFolders folders(disks.path(), {disks / "one", disks / "two"});
+  ASSERT_OK_AND_ASSIGN(const auto first, folders.PathFor("job", 1));
+  const auto next = [&](int64_t bytes, std::vector<std::filesystem::path> busy) {
+    return *folders.PathFor("job", 2, bytes, busy);
+  };
+  EXPECT_FALSE(folders.OnOneRoot(next(1, {first}), first));
+  EXPECT_TRUE(folders.OnOneRoot(next(1, {next(1, {first})}), first));
+  // Busy both, or without room: one of them all the same.
+  EXPECT_FALSE(next(1, {first, next(1, {first})}).empty());
+  EXPECT_FALSE(next(int64_t{1} << 60, {first}).empty());
+}
+
+TEST(JobRunnerTest, ManyShardsOnTheirWayAreAllNotedInOrder) {
+  testing::TempDir disks;
+  JobHarness harness({}, {disks / "one", disks / "two"});
+  harness.Run();
+  std::vector<v1::SampleInput> samples;
+  for (int i = 0; i < 400; ++i)
+    samples.push_back(IdsSample(fmt::format("s{}", i), std::vector<int32_t>(250, i + 1)));
+  ASSERT_OK_AND_ASSIGN(const JobRecord job, harness.Submit(Options(1 << 20), samples));
+  EXPECT_EQ(harness.WaitForEnd(job).counts.stored, 400);
+  ASSERT_OK_AND_ASSIGN(const auto shards, harness.store->Shards(job.key));
+  ASSERT_GT(shards.size(), 8u);
+  for (size_t i = 0; i < shards.size(); ++i) EXPECT_EQ(shards[i].seq, static_cast<int64_t>(i) + 1);
+  EXPECT_EQ(harness.Checksums(job).size(), 400u);
+}
+
 TEST(JobRunnerTest, AShardFolderThatIsNotThereYetMayBeNamedRelatively) {
   testing::TempDir data;
   const ShardFolders folders(data.path(), {"not-there/yet"});
@@ -660,6 +689,31 @@ TEST(JobRunnerTest, StartRemovesUnfinishedFilesAndTakesOverUnnotedShards) {
   EXPECT_FALSE(std::filesystem::exists(folder / "shard-000002.h5.partial"));
   EXPECT_FALSE(std::filesystem::exists(folder / "shard-000007.h5"));
   EXPECT_FALSE(std::filesystem::exists(folder / "shard-000009.h5"));
+}
+
+// Several shards are on their way at once: a crash may leave a later one and not the one before.
+TEST(JobRunnerTest, AnUnnotedShardKeepsItsNumber) {
+  JobHarness harness;
+  harness.Run();
+  ASSERT_OK_AND_ASSIGN(const JobRecord job, harness.Submit(Options(), Chats(6)));
+  harness.WaitForEnd(job);
+  harness.Stop();
+  {
+    ASSERT_OK_AND_ASSIGN(auto sql, SqlConnection::Open(harness.dir / "statetap.db",
+                                                       SqlConnection::Access::kReadWrite));
+    ASSERT_OK(sql.Execute(
+        "DELETE FROM shards; UPDATE samples SET state = 0, shard = NULL, row = NULL;"
+        "UPDATE jobs SET state = 2, stored = 0, to_do = 6, tokens = 0, generated = 0, bytes = 0"));
+  }
+  const auto folder = harness.folders().Folder(job.id);
+  std::filesystem::rename(folder / "shard-000001.h5", folder / "shard-000003.h5");
+  harness.Restart();
+  harness.Run();
+  harness.WaitForEnd(job);
+  ASSERT_OK_AND_ASSIGN(const auto shards, harness.store->Shards(job.key));
+  ASSERT_EQ(shards.size(), 1u);
+  EXPECT_EQ(shards[0].seq, 3);
+  EXPECT_EQ(*harness.store->NextShard(job.key), 4);
 }
 
 TEST(JobRunnerTest, SmallJobDoesNotWaitForALargeOne) {
