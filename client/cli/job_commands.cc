@@ -121,6 +121,16 @@ absl::StatusOr<int> Delete(Context& context, const std::string& job, bool yes) {
   return kExitDone;
 }
 
+// docs/decisions/jobs-keep-their-samples.md
+absl::Status DeleteSome(const std::string& job, const std::string& where) {
+  return absl::InvalidArgumentError(fmt::format(
+      "--where {0}: a job keeps its samples, because readers count on its rows; leave these out of "
+      "streams and exports with `statetap exclude {1} --where '{0}'`, and to be rid of their bytes "
+      "capture the others as a job of their own (`statetap submit --from {1}` takes no excluded "
+      "ones) and delete {1}",
+      where, job));
+}
+
 absl::StatusOr<int> Watch(Context& context, const std::string& job, const std::string& allowed) {
   STATETAP_ASSIGN_OR_RETURN(const Allowance max_rejected, ParseAllowance(allowed));
   std::function<void(const v1::Job&)> each;
@@ -153,14 +163,19 @@ std::vector<Command> JobCommands() {
                                  "More rejected samples than N or P% exit with 3 [0]");
                   return [=](Context& context) { return Watch(context, *job, *allowed); };
                 }};
-  Command remove{"delete", "Removes a job, its samples and its shards; asks first",
-                 "Examples:\n  statetap delete JOB\n  statetap delete JOB --yes",
-                 [](CLI::App& app) -> Runner {
-                   const auto job = AddJob(app);
-                   auto yes = std::make_shared<bool>(false);
-                   app.add_flag("--yes", *yes, "Do not ask");
-                   return [=](Context& context) { return Delete(context, *job, *yes); };
-                 }};
+  Command remove{
+      "delete", "Removes a job, its samples and its shards; asks first",
+      "Examples:\n  statetap delete JOB\n  statetap delete JOB --yes", [](CLI::App& app) -> Runner {
+        const auto job = AddJob(app);
+        auto yes = std::make_shared<bool>(false);
+        app.add_flag("--yes", *yes, "Do not ask");
+        auto where = std::make_shared<std::string>();
+        app.add_option("--where", *where)->group("");  // known, so that its refusal helps
+        return [=](Context& context) -> absl::StatusOr<int> {
+          if (!where->empty()) return DeleteSome(*job, *where);
+          return Delete(context, *job, *yes);
+        };
+      }};
   return {
       list,
       JobCommand("show", "A job's state, counts, tokens, rate and shards",

@@ -229,12 +229,9 @@ absl::Status Admission::Add(const SampleBatch& samples) {
                               store_->CreateJob(ContentOf(admitter_.plan(), *model_)));
     open_.emplace(*store_, key);
   }
-  for (const SampleRow& row : rows) {
-    if (row.rejection) continue;
-    ++samples_;
-    tokens_ += static_cast<int64_t>(row.ids.size());
-  }
   STATETAP_ASSIGN_OR_RETURN(const JobStore::Added added, store_->AddSamples(open_->key(), rows));
+  samples_ += added.to_do;
+  tokens_ += added.tokens;
   duplicates_ += added.duplicates;
   return absl::OkStatus();
 }

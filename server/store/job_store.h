@@ -141,7 +141,8 @@ class JobStore {
   absl::StatusOr<int64_t> CreateJob(const ContentConfig& content);
   struct Added {
     int64_t added = 0;
-    int64_t duplicates = 0;  // same id and same content: the same sample, counted once
+    int64_t to_do = 0, tokens = 0;  // of the added ones those that were not rejected
+    int64_t duplicates = 0;         // same id and same content: the same sample, counted once
   };
   // Indices are given in order. INVALID_ARGUMENT for an id that is there with other content.
   absl::StatusOr<Added> AddSamples(int64_t key, std::span<const SampleRow> samples);

@@ -45,7 +45,6 @@ absl::StatusOr<int64_t> JobStore::CreateJob(const ContentConfig& content) {
 absl::StatusOr<JobStore::Added> JobStore::AddSamples(int64_t key,
                                                      std::span<const SampleRow> samples) {
   Added added;
-  int64_t rejected = 0;
   TextCounts text;
   const auto add = [&]() -> absl::Status {
     int64_t index = 0;
@@ -73,8 +72,10 @@ absl::StatusOr<JobStore::Added> JobStore::AddSamples(int64_t key,
       if (write_.changes() == 1) {
         ++index;
         ++added.added;
-        rejected += sample.rejection ? 1 : 0;
-        if (!sample.rejection) text += sample.text;
+        if (sample.rejection) continue;
+        ++added.to_do;
+        added.tokens += static_cast<int64_t>(sample.ids.size());
+        text += sample.text;
         continue;
       }
       std::string digest;
@@ -92,13 +93,13 @@ absl::StatusOr<JobStore::Added> JobStore::AddSamples(int64_t key,
       ++added.duplicates;
     }
     return write_.Run(
-        "UPDATE jobs SET submitted = submitted + ?1, rejected = rejected + ?2, "
-        "to_do = to_do + ?1 - ?2, thoughts = thoughts + ?4, "
+        "UPDATE jobs SET submitted = submitted + ?1, rejected = rejected + ?1 - ?2, "
+        "to_do = to_do + ?2, thoughts = thoughts + ?4, "
         "dropped_earlier = dropped_earlier + ?5, dropped_tool_turns = dropped_tool_turns + ?6, "
         "dropped_last = dropped_last + ?7, tool_calls = tool_calls + ?8, "
         "odd_tool_ids = odd_tool_ids + ?9, spelled_specials = spelled_specials + ?10 "
         "WHERE key = ?3",
-        added.added, rejected, key, text.thoughts, text.dropped_earlier, text.dropped_tool_turns,
+        added.added, added.to_do, key, text.thoughts, text.dropped_earlier, text.dropped_tool_turns,
         text.dropped_last, text.tool_calls, text.odd_tool_ids, text.spelled_specials);
   };
   STATETAP_RETURN_IF_ERROR(Transact(key, add));

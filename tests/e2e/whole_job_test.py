@@ -531,6 +531,8 @@ class LifeTest(unittest.TestCase):
     def test_delete_asks_and_leaves_nothing(self):
         job = self.submit("gone")
         refused = self.server.cli("delete", "gone", expect=2)
+        some = self.server.cli("delete", "gone", "--where", "tokens > 3", expect=2)
+        self.assertIn("statetap exclude gone --where 'tokens > 3'", some.stderr)
         self.assertIn("--yes", refused.stderr)
         self.server.cli("delete", "gone", "--yes")
         self.assertFalse(pathlib.Path(job["shards_path"]).exists())
@@ -637,6 +639,40 @@ class TextTest(unittest.TestCase):
             here, there = (self.server.cli("tokens", self.file, "--json", *options, *where).stdout for where in (["--model", MODEL], []))
             self.assertEqual(here, there)
             self.assertTrue(here)
+
+
+class ManySamplesTest(unittest.TestCase):
+    """25,000 samples of 2 to 40 tokens through everything, on a model small enough that it is not the model that takes the time."""
+
+    SAMPLES = 25_000
+
+    def resident_mib(self):
+        status = pathlib.Path(f"/proc/{self.server.process.pid}/status").read_text()
+        return int(status.split("RssAnon:")[1].split()[0]) / 1024  # not what the page cache holds of mapped shards
+
+    def test_nothing_is_lost_and_memory_stays_flat(self):
+        self.server = server = Server(work / "many", model=ROOT / "tests/data/reference/plain")
+        self.addCleanup(server.stop)
+        random = np.random.default_rng(3)
+        lengths = random.integers(2, 41, self.SAMPLES)
+        lines = [{"id": f"s{i}", "input_ids": random.integers(0, 300, n).tolist()} for i, n in enumerate(lengths)]
+        server.cli("submit", write_lines("many.jsonl", lines), "--name", "many", "--taps", "1,2", "--shard-bytes", "8MiB")
+        early = None
+        while (job := server.json("show", "many"))["state"] not in ("succeeded", "failed", "cancelled"):
+            counts = {name: int(value) for name, value in job["counts"].items()}
+            self.assertEqual(counts["submitted"], sum(counts.get(name, 0) for name in ("stored", "rejected", "cancelled", "to_do")), counts)
+            if early is None and counts.get("stored", 0) > self.SAMPLES // 5:
+                early = self.resident_mib()
+            time.sleep(0.2)
+        self.assertEqual((job["state"], int(job["counts"]["stored"]), int(job["tokens"])), ("succeeded", self.SAMPLES, int(lengths.sum())))
+        self.assertIsNotNone(early)
+        out = work / "many-out"
+        server.cli("stream", "many", "--out", out)
+        # What four fifths of the samples and a stream of all of them may add is allocators' slack, not 270 MB of states.
+        self.assertLess(self.resident_mib() - early, 32)
+        got = [sample for shard in sorted(out.rglob("*.h5")) for sample in read_shards_of(shard)]
+        self.assertEqual((len(got), len(set(got))), (self.SAMPLES, self.SAMPLES))
+        server.cli("check", out)
 
 
 class FaultsTest(unittest.TestCase):

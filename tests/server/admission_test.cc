@@ -315,6 +315,7 @@ TEST_F(AdmissionTest, AJobThatCannotFitOnTheDiskIsRefused) {
     google::protobuf::RepeatedPtrField<v1::SampleInput> batch;
     *batch.Add() = testing::IdsSample("a", std::vector<int32_t>(200, 1));
     STATETAP_RETURN_IF_ERROR(admission.Add(batch));
+    STATETAP_RETURN_IF_ERROR(admission.Add(batch));  // a duplicate is stored once
     return admission.Finish(free_bytes).status();
   };
   EXPECT_THAT(submit(200 * 4 * 16 * 2),

@@ -1,6 +1,10 @@
 #include "extractor/shard/shard_reader.h"
 
 #include <gmock/gmock.h>
+#include <sched.h>
+#include <sys/file.h>
+#include <sys/mount.h>
+#include <sys/syscall.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -13,6 +17,18 @@
 #include "extractor/shard/footer.h"
 #include "tests/shard/sample_maker.h"
 #include "tests/support/temp_dir.h"
+
+// This program's own flock, libhdf5's too: a file system may refuse locks.
+namespace {
+bool locks_refused = false;
+int locks_asked = 0;
+}  // namespace
+extern "C" int flock(int descriptor, int operation) noexcept {
+  ++locks_asked;
+  if (!locks_refused) return static_cast<int>(syscall(SYS_flock, descriptor, operation));
+  errno = ENOLCK;
+  return -1;
+}
 
 namespace statetap {
 namespace {
@@ -288,6 +304,41 @@ TEST_F(ShardReaderTest, StaysReadableAfterUnlinkAndInAForkedChild) {
   int status = 0;
   ASSERT_EQ(waitpid(child, &status, 0), child);
   EXPECT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+}
+
+// In a mount namespace of its own, where the machine allows one.
+TEST_F(ShardReaderTest, IsReadFromAReadOnlyMount) {
+  constexpr int kNoMounts = 77;
+  const pid_t child = fork();
+  if (child == 0) {
+    if (unshare(CLONE_NEWNS) != 0 && unshare(CLONE_NEWUSER | CLONE_NEWNS) != 0) _exit(kNoMounts);
+    const char* const folder = folder_.path().c_str();
+    if (mount(nullptr, "/", nullptr, MS_REC | MS_PRIVATE, nullptr) != 0 ||
+        mount(folder, folder, nullptr, MS_BIND, nullptr) != 0 ||
+        mount(nullptr, folder, nullptr, MS_REMOUNT | MS_BIND | MS_RDONLY, nullptr) != 0)
+      _exit(kNoMounts);
+    const bool read_only = !File::Create(folder_ / "new").ok();
+    const auto reader = ShardReader::Open(path_);
+    const auto damaged = reader.ok() ? (*reader)->Verify() : reader.status();
+    const bool read = damaged.ok() && damaged->empty() && (*reader)->ReadStatistics().ok();
+    _exit(read_only && read ? 0 : 1);
+  }
+  int status = 0;
+  ASSERT_EQ(waitpid(child, &status, 0), child);
+  ASSERT_TRUE(WIFEXITED(status));
+  if (WEXITSTATUS(status) == kNoMounts) GTEST_SKIP() << "this machine allows no mounts";
+  EXPECT_EQ(WEXITSTATUS(status), 0);
+}
+
+TEST_F(ShardReaderTest, IsReadAndWrittenWhereTheFileSystemRefusesLocks) {
+  locks_refused = true;
+  EXPECT_NE(flock(0, LOCK_SH), 0);  // ours, not the C library's
+  const int before = locks_asked;
+  ASSERT_OK_AND_ASSIGN(const auto reader, ShardReader::Open(path_));
+  ASSERT_OK(reader->ReadStatistics().status());
+  ASSERT_OK(WriteShard(folder_ / "b.h5", config_, samples_).status());
+  locks_refused = false;
+  EXPECT_EQ(locks_asked, before);
 }
 
 TEST_F(ShardReaderTest, ThreadsReadAtOnce) {
