@@ -143,7 +143,7 @@ class DatasetTest(unittest.TestCase):
         before = digests(dataset)  # its files are open now
         for method in ("fork", "spawn"):
             context = multiprocessing.get_context(method)
-            ends = [context.Pipe() for _ in range(3)]
+            ends = [context.Pipe() for _ in range(8)]  # as many as a loader has workers
             children = [context.Process(target=send_digests, args=(dataset, child)) for _, child in ends]
             for child in children:
                 child.start()
