@@ -91,7 +91,16 @@ grpc::Status JobsService::Control(const v1::GetJobRequest& request, v1::Job* res
   return status.ok() ? Reply(DescribeNow(*job), response) : ToGrpc(status);
 }
 
-absl::StatusOr<v1::RetryJobResponse> JobsService::Retry(const JobRecord& job) {
+template <typename Response>
+grpc::Status JobsService::ReplyOn(const v1::GetJobRequest& request,
+                                  absl::StatusOr<Response> (JobsService::*act)(const JobRecord&)
+                                      const,
+                                  Response* response) const {
+  const absl::StatusOr<JobRecord> job = context_.store.GetJob(request.job());
+  return job.ok() ? Reply((this->*act)(*job), response) : ToGrpc(job.status());
+}
+
+absl::StatusOr<v1::RetryJobResponse> JobsService::Retry(const JobRecord& job) const {
   STATETAP_RETURN_IF_ERROR(context_.runner.engine_status());
   STATETAP_ASSIGN_OR_RETURN(const JobStore::Retried retried, context_.runner.Retry(job));
   v1::RetryJobResponse response;
@@ -101,7 +110,7 @@ absl::StatusOr<v1::RetryJobResponse> JobsService::Retry(const JobRecord& job) {
   return response;
 }
 
-absl::StatusOr<v1::DeleteJobResponse> JobsService::Delete(const JobRecord& job) {
+absl::StatusOr<v1::DeleteJobResponse> JobsService::Delete(const JobRecord& job) const {
   STATETAP_ASSIGN_OR_RETURN(const std::vector<ShardRow> shards, context_.store.Shards(job.key));
   STATETAP_RETURN_IF_ERROR(context_.runner.Delete(job));
   context_.shards.Forget(job, shards);
@@ -113,7 +122,7 @@ absl::StatusOr<v1::DeleteJobResponse> JobsService::Delete(const JobRecord& job) 
   return response;
 }
 
-absl::StatusOr<v1::EvictJobResponse> JobsService::Evict(const JobRecord& job) {
+absl::StatusOr<v1::EvictJobResponse> JobsService::Evict(const JobRecord& job) const {
   STATETAP_RETURN_IF_ERROR(context_.runner.Evict(job));
   v1::EvictJobResponse response;
   STATETAP_ASSIGN_OR_RETURN(*response.mutable_job(), DescribeNow(job));
@@ -190,8 +199,7 @@ grpc::Status JobsService::CreateJob(grpc::ServerContext* call,
 
 grpc::Status JobsService::GetJob(grpc::ServerContext*, const v1::GetJobRequest* request,
                                  v1::Job* response) {
-  const absl::StatusOr<JobRecord> job = context_.store.GetJob(request->job());
-  return job.ok() ? Reply(Describe(*job), response) : ToGrpc(job.status());
+  return ReplyOn(*request, &JobsService::Describe, response);
 }
 
 grpc::Status JobsService::ListJobs(grpc::ServerContext*, const v1::ListJobsRequest*,
@@ -241,20 +249,17 @@ grpc::Status JobsService::ResumeJob(grpc::ServerContext*, const v1::GetJobReques
 
 grpc::Status JobsService::RetryJob(grpc::ServerContext*, const v1::GetJobRequest* request,
                                    v1::RetryJobResponse* response) {
-  const absl::StatusOr<JobRecord> job = context_.store.GetJob(request->job());
-  return job.ok() ? Reply(Retry(*job), response) : ToGrpc(job.status());
+  return ReplyOn(*request, &JobsService::Retry, response);
 }
 
 grpc::Status JobsService::DeleteJob(grpc::ServerContext*, const v1::GetJobRequest* request,
                                     v1::DeleteJobResponse* response) {
-  const absl::StatusOr<JobRecord> job = context_.store.GetJob(request->job());
-  return job.ok() ? Reply(Delete(*job), response) : ToGrpc(job.status());
+  return ReplyOn(*request, &JobsService::Delete, response);
 }
 
 grpc::Status JobsService::EvictJob(grpc::ServerContext*, const v1::GetJobRequest* request,
                                    v1::EvictJobResponse* response) {
-  const absl::StatusOr<JobRecord> job = context_.store.GetJob(request->job());
-  return job.ok() ? Reply(Evict(*job), response) : ToGrpc(job.status());
+  return ReplyOn(*request, &JobsService::Evict, response);
 }
 
 grpc::Status JobsService::ExcludeSamples(grpc::ServerContext*,

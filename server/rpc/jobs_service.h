@@ -46,9 +46,14 @@ class JobsService final : public v1::Jobs::Service {
   // Finds the job, acts on it and describes it as it is then.
   grpc::Status Control(const v1::GetJobRequest& request, v1::Job* response,
                        absl::Status (JobRunner::*act)(const JobRecord&));
-  absl::StatusOr<v1::RetryJobResponse> Retry(const JobRecord& job);
-  absl::StatusOr<v1::DeleteJobResponse> Delete(const JobRecord& job);
-  absl::StatusOr<v1::EvictJobResponse> Evict(const JobRecord& job);
+  // Finds the job and answers with what `act` makes of it.
+  template <typename Response>
+  grpc::Status ReplyOn(const v1::GetJobRequest& request,
+                       absl::StatusOr<Response> (JobsService::*act)(const JobRecord&) const,
+                       Response* response) const;
+  absl::StatusOr<v1::RetryJobResponse> Retry(const JobRecord& job) const;
+  absl::StatusOr<v1::DeleteJobResponse> Delete(const JobRecord& job) const;
+  absl::StatusOr<v1::EvictJobResponse> Evict(const JobRecord& job) const;
   absl::StatusOr<v1::ExcludeSamplesResponse> Exclude(const v1::ExcludeSamplesRequest& request);
   const ServiceContext context_;
 };
