@@ -75,8 +75,20 @@ void AddOptions(CLI::App& app, ServerConfig& config, double& kv_cache_gib, std::
   app.add_option("--listen", config.listen, "HOST:PORT of gRPC; port 0 picks one")
       ->capture_default_str();
   app.add_option("--http", config.http,
-                 "HOST:PORT of the web page, /healthz and /metrics; empty: off")
+                 "HOST:PORT of the web page, completions, /healthz and /metrics; empty: off")
       ->capture_default_str();
+  app.add_option(
+         "--http-token", config.http_token,
+         "Who gives it to the web page may pause, resume and cancel there (16 characters or "
+         "more; in a --config FILE no other user sees it; default: the page only reads)")
+      ->check(CLI::Validator(
+          [](const std::string& token) {
+            const bool fits = token.size() >= 16 && std::ranges::all_of(token, [](char c) {
+                                return c > ' ' && c < 0x7f;
+                              });
+            return fits ? "" : "--http-token: give 16 or more characters of ASCII without spaces";
+          },
+          "", "token"));
   app.add_option("--shards", config.shards, "Folders where shards go (default: DATA/shards)")
       ->delimiter(',');
   app.add_option(

@@ -17,6 +17,7 @@ struct ServerConfig {
   std::filesystem::path data;
   std::string listen = "127.0.0.1:7070";
   std::string http = "127.0.0.1:7071";  // empty: off
+  std::string http_token;               // empty: the web page only reads
   std::vector<std::filesystem::path> shards;
   EngineOptions engine;
   double host_buffer_gib = 4;

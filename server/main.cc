@@ -58,13 +58,14 @@ void LogMemory(const Engine& engine) {
   const auto row = [](std::string_view what, int64_t bytes, std::string_view note = "") {
     LogInfo("  {:<24} {:>10.3f} GB  {}", what, static_cast<double>(bytes) / 1e9, note);
   };
-  row("weights", info.weight_bytes);
-  row("KV cache", info.kv_bytes,
+  const EngineInfo::Memory memory = info.AllRanks();
+  row("weights", memory.weights);
+  row("KV cache", memory.kv_cache,
       fmt::format("{} tokens at once, {} of one sample", info.kv_tokens,
                   std::min<int64_t>(info.kv_tokens, info.max_seq_len)));
-  row("workspace", info.workspace_bytes);
-  row("capture buffers", info.capture_bytes);
-  row("host buffers of states", info.host_bytes);
+  row("workspace", memory.workspace);
+  row("capture buffers", memory.capture);
+  row("host buffers of states", memory.host);
 }
 
 absl::Status Serve(ServerConfig& config, SignalWaiter& signals) {
@@ -98,6 +99,7 @@ absl::Status Serve(ServerConfig& config, SignalWaiter& signals) {
   options.shards = config.shards;
   options.listen = config.listen;
   options.http = config.http;
+  options.http_token = config.http_token;
   options.runner.host_buffer_bytes = static_cast<int64_t>(config.host_buffer_gib * 0x1p30);
   options.runner.max_shard_bytes = static_cast<int64_t>(config.max_shard_bytes);
   if (config.retain_until_acknowledged)

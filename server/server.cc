@@ -129,14 +129,15 @@ absl::Status Server::Impl::ServeHttp(const Options& options) {
                             root.path.string(), root.failure);
     return {true, text};
   };
-  handlers.metrics = [this] { return MetricsText(*store, *runner, folders); };
+  handlers.metrics = [metrics = std::make_shared<Metrics>(*store, *runner, model, folders,
+                                                          engine)] { return metrics->Text(); };
   const int64_t most_tokens = std::min<int64_t>(model.max_seq_len, engine.info().kv_tokens);
   handlers.others =
-      [pages = std::make_shared<Pages>(*store, *runner, model, folders, shards),
+      [pages = std::make_shared<Pages>(*store, *runner, model, folders, shards, options.http_token),
        completions = std::make_shared<Completions>(*runner, model, static_cast<int>(most_tokens))](
           const HttpRequest& request) {
         if (auto reply = completions->Handle(request)) return *std::move(reply);
-        return pages->Get(request);
+        return pages->Handle(request);
       };
   STATETAP_ASSIGN_OR_RETURN(http_server, HttpServer::Start(options.http, std::move(handlers)));
   http_address = http_server->address();

@@ -33,7 +33,8 @@ class Server {
     std::filesystem::path data;                 // locked by the caller
     std::vector<std::filesystem::path> shards;  // empty: <data>/shards
     std::string listen = "127.0.0.1:0";
-    std::string http;  // empty: off
+    std::string http;        // empty: off
+    std::string http_token;  // of the web page; empty: it only reads
     JobRunner::Options runner;
     bool verify_counts = false;  // JobStore::Options
   };

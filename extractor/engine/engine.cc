@@ -191,11 +191,8 @@ absl::Status EngineImpl::Load(const CheckpointIndex& checkpoint, const EngineOpt
   STATETAP_RETURN_IF_ERROR(MakeRoomForStates(limits.num_boundaries));
   for (const auto& backend : backends) {
     const Backend::Memory memory = backend->memory();
-    info_.weight_bytes += memory.weights;
-    info_.kv_bytes += memory.kv_cache;
-    info_.workspace_bytes += memory.workspace;
-    info_.capture_bytes += memory.capture;
-    info_.host_bytes += memory.host;
+    info_.ranks.push_back(
+        {memory.weights, memory.kv_cache, memory.workspace, memory.capture, memory.host});
   }
   info_.kv_tokens = int64_t{limits.num_pages} * kPageTokens;
   info_.max_seq_len = limits.max_context;

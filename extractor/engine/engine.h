@@ -10,6 +10,7 @@
 #include <functional>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "extractor/checkpoint/checkpoint_index.h"
 #include "extractor/engine/hidden_state_sink.h"
@@ -48,8 +49,22 @@ struct EngineOptions {
 };
 
 struct EngineInfo {
-  // Of all ranks together. Capture: states on their way out of the devices; host: where they come.
-  int64_t weight_bytes = 0, kv_bytes = 0, workspace_bytes = 0, capture_bytes = 0, host_bytes = 0;
+  // In bytes. Capture: states on their way out of the device; host: where they come.
+  struct Memory {
+    int64_t weights = 0, kv_cache = 0, workspace = 0, capture = 0, host = 0;
+  };
+  std::vector<Memory> ranks;
+  Memory AllRanks() const {
+    Memory all;
+    for (const Memory& rank : ranks) {
+      all.weights += rank.weights;
+      all.kv_cache += rank.kv_cache;
+      all.workspace += rank.workspace;
+      all.capture += rank.capture;
+      all.host += rank.host;
+    }
+    return all;
+  }
   int64_t kv_tokens = 0;  // that fit
   int max_seq_len = 0;
 };

@@ -19,10 +19,16 @@ a { color: var(--mark); } .dim { color: var(--dim); } .bad { color: var(--bad); 
 th, td { padding: .2rem .7rem .2rem 0; text-align: left; vertical-align: top; white-space: nowrap; }
 th { color: var(--dim); font-weight: 500; border-bottom: 1px solid var(--line); }
 .n { text-align: right; font-variant-numeric: tabular-nums; } td.wide { white-space: normal; }
-progress { width: 9rem; accent-color: var(--mark); } svg { max-width: 100%; height: auto; }
+progress { width: 9rem; accent-color: var(--mark); } svg { max-width: 100%; min-width: 36rem; height: auto; }
 svg text { fill: var(--dim); font: 12px system-ui, sans-serif; } svg .axis { stroke: var(--line); }
 svg .bar { fill: var(--soft); stroke: var(--mark); } svg .line { stroke: var(--mark); stroke-width: 2; }
 svg .dot { fill: var(--mark); }
+button, input, summary { font: inherit; color: inherit; } summary { cursor: pointer; }
+button, input { padding: .25rem .7rem; background: var(--soft); border: 1px solid var(--mark);
+  border-radius: .3rem; } input { max-width: 100%; background: none; }
+form { display: flex; flex-wrap: wrap; gap: .5rem 1rem; align-items: baseline; margin: .8rem 0; }
+:focus-visible { outline: 2px solid var(--mark); outline-offset: 2px; }
+h1 { overflow-wrap: anywhere; }
 .tokens { white-space: pre-wrap; overflow-wrap: anywhere; font: 13px/1.6 ui-monospace, monospace; }
 .tokens .s { background: var(--soft); border-bottom: 2px solid var(--mark); }
 @media print { body { max-width: none; } h2 { break-after: avoid; } svg, tr { break-inside: avoid; } }
@@ -56,7 +62,7 @@ std::string HtmlPage(std::string_view title, std::string_view head, std::string_
 std::string HtmlTable(const std::vector<std::string>& titles,
                       const std::vector<std::vector<std::string>>& rows) {
   const auto number = [&](size_t column) { return titles[column].starts_with('#'); };
-  std::string html = "<div class=\"scroll\"><table><thead><tr>";
+  std::string html = "<div class=\"scroll\" tabindex=\"0\"><table><thead><tr>";
   for (size_t i = 0; i < titles.size(); ++i) {
     html += fmt::format("<th{}>{}</th>", number(i) ? " class=\"n\"" : "",
                         titles[i].substr(number(i) ? 1 : 0));

@@ -53,8 +53,9 @@ std::string Label(const v1::BoundaryStatistics& boundary, double y) {
 
 std::string Svg(std::string_view name, double height, std::string_view content) {
   return fmt::format(
-      "<svg viewBox=\"0 0 {} {}\" width=\"{}\" role=\"img\" aria-label=\"{}\">\n{}</svg>\n", kWidth,
-      height, kWidth, name, content);
+      "<div class=\"scroll\" tabindex=\"0\">\n<svg viewBox=\"0 0 {} {}\" width=\"{}\" role=\"img\" "
+      "aria-label=\"{}\">\n{}</svg></div>\n",
+      kWidth, height, kWidth, name, content);
 }
 
 std::string RangesSvg(const v1::Statistics& statistics) {

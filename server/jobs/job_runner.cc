@@ -256,6 +256,12 @@ JobRunner::Live JobRunner::LiveOf(int64_t key) const {
   return {job->running, job->captured, job->captured_rows, disk_is_full_, job->rate.PerSecond()};
 }
 
+JobRunner::Load JobRunner::load() const {
+  const std::lock_guard lock(mutex_);
+  return {running_samples_, running_answers_, static_cast<int64_t>(answers_.size()), prompt_tokens_,
+          answer_tokens_};
+}
+
 absl::Status JobRunner::engine_status() const {
   const std::lock_guard lock(mutex_);
   return engine_status_;

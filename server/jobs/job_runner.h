@@ -77,8 +77,15 @@ class JobRunner final : private SampleSource, private HiddenStateSink {
   };
   Live LiveOf(int64_t key) const;
   absl::Status engine_status() const;  // not OK: it has failed
-  int64_t rows_computed() const { return rows_computed_; }
   int64_t buffered_bytes() const { return buffered_; }
+  // Of jobs and answers together.
+  struct Load {
+    int64_t running_samples, running_answers, waiting_answers;  // now
+    // Since the server started: tokens of prompts and given texts that were read, and tokens
+    // written. What runs again counts again.
+    int64_t prompt_tokens, answer_tokens;
+  };
+  Load load() const;
 
   // Starts nothing more; waits until `deadline` for what runs, gives up the rest (it runs again
   // next time), closes the shards. Idempotent.
@@ -92,7 +99,8 @@ class JobRunner final : private SampleSource, private HiddenStateSink {
     std::shared_ptr<Answer> answer;
     std::optional<SampleAssembler> assembler;
     int64_t reserved = 0;
-    bool rejected = false;  // noted already; what still comes is dropped
+    bool rejected = false;      // noted already; what still comes is dropped
+    int64_t prompt_tokens = 0;  // that are not in the count of those read yet
   };
   JobRunner(JobStore& store, const ServedModel& model, Engine& engine, ShardFolders& folders,
             const Options& options);
@@ -115,6 +123,7 @@ class JobRunner final : private SampleSource, private HiddenStateSink {
   bool DiskIsFull();                         // engine's thread
   ActiveJobPtr ActiveOf(int64_t key) const;  // null where no attempt is under way
   void End(uint64_t ticket, Running& running);
+  void CountPrompt(Running& running);
   void RejectRunning(Running& running, Rejection rejection);
   Running* Find(uint64_t ticket);
 
@@ -146,7 +155,8 @@ class JobRunner final : private SampleSource, private HiddenStateSink {
 
   std::atomic<bool> stopping_{false}, cancels_{false}, disk_is_full_{false};
   std::atomic<int64_t> shard_bytes_{0};  // committed
-  std::atomic<int64_t> buffered_{0}, rows_computed_{0};
+  std::atomic<int64_t> buffered_{0}, running_samples_{0}, running_answers_{0};
+  std::atomic<int64_t> prompt_tokens_{0}, answer_tokens_{0};
 
   // The engine's thread only.
   std::unordered_map<uint64_t, Running> running_;

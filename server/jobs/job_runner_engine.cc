@@ -33,7 +33,10 @@ std::optional<SampleTask> JobRunner::NextAnswer() {
   if (answer == nullptr) return std::nullopt;
   SampleTask task = answer->task();
   task.ticket = ++last_ticket_;
-  running_[task.ticket].answer = std::move(answer);
+  Running& running = running_[task.ticket];
+  running.answer = std::move(answer);
+  running.prompt_tokens = static_cast<int64_t>(task.input_ids.size());
+  ++running_answers_;
   return task;
 }
 
@@ -53,6 +56,7 @@ std::optional<SampleTask> JobRunner::Next() {
   SampleTask task = TaskOf(work->job->plan, work->sample, work->sample.id, model_);
   task.ticket = ++last_ticket_;
   Running& running = running_[task.ticket];
+  running.prompt_tokens = static_cast<int64_t>(task.input_ids.size());
   running.reserved = Reservation(*work->job, work->sample);
   const int64_t most_rows = MostRows(*work->job, work->sample);
   running.assembler.emplace(std::move(work->sample), AnswerMaskOf(work->job->plan, model_),
@@ -60,6 +64,7 @@ std::optional<SampleTask> JobRunner::Next() {
   running.job = std::move(work->job);
   buffered_ += running.reserved;
   ++running.job->running;
+  ++running_samples_;
   return task;
 }
 
@@ -118,9 +123,15 @@ void JobRunner::RejectRunning(Running& running, Rejection rejection) {
 
 void JobRunner::End(uint64_t ticket, Running& running) {
   if (running.job != nullptr) --running.job->running;
+  --(running.job != nullptr ? running_samples_ : running_answers_);
   const int64_t reserved = running.reserved;
   running_.erase(ticket);
   if (reserved > 0) Release(reserved);
+}
+
+// Of an answer: its states are not asked for.
+void JobRunner::CountPrompt(Running& running) {
+  prompt_tokens_ += std::exchange(running.prompt_tokens, 0);
 }
 
 void JobRunner::OnStates(uint64_t ticket, int boundary, int64_t first_row,
@@ -135,13 +146,18 @@ void JobRunner::OnStates(uint64_t ticket, int boundary, int64_t first_row,
   if (boundary != running->job->plan.boundaries.front()) return;
   const auto rows = static_cast<int64_t>(states.size()) / model_.config.hidden;
   running->job->rate.Add(rows);
-  rows_computed_ += rows;
+  const int64_t read = std::min(rows, running->prompt_tokens);
+  running->prompt_tokens -= read;
+  prompt_tokens_ += read;
+  answer_tokens_ += rows - read;
 }
 
 void JobRunner::OnToken(uint64_t ticket, int32_t id, TokenScore score) {
   Running* running = Find(ticket);
   if (running == nullptr) return;
   if (running->answer == nullptr) return running->assembler->AddToken(id, score);
+  CountPrompt(*running);
+  ++answer_tokens_;
   running->answer->Add({id, score});
 }
 
@@ -156,6 +172,7 @@ void JobRunner::OnFinished(uint64_t ticket, FinishReason reason) {
   Running* running = Find(ticket);
   if (running == nullptr) return;
   if (running->answer != nullptr) {
+    CountPrompt(*running);
     running->answer->End(absl::OkStatus(), reason);
   } else if (!running->rejected) {
     absl::StatusOr<FinishedSample> sample = running->assembler->Finish(reason);

@@ -26,7 +26,7 @@ grpc::Status ModelService::DescribeModel(grpc::ServerContext*, const v1::Describ
                                          v1::ModelDescription* response) {
   const ServedModel& model = context_.model;
   const EngineOptions& options = context_.engine.options();
-  const EngineInfo& info = context_.engine.info();
+  const EngineInfo::Memory memory = context_.engine.info().AllRanks();
   response->set_name(model.name);
   response->set_path(model.path);
   response->set_architecture(model.config.architecture);
@@ -52,11 +52,11 @@ grpc::Status ModelService::DescribeModel(grpc::ServerContext*, const v1::Describ
   response->set_inner_eps(model.inner_eps);
   response->set_max_seq_len(model.max_seq_len);
   response->set_max_batch_tokens(options.max_batch_tokens);
-  AddMemory(*response, "weights", info.weight_bytes);
-  AddMemory(*response, "KV cache", info.kv_bytes);
-  AddMemory(*response, "workspace", info.workspace_bytes);
-  AddMemory(*response, "capture buffers", info.capture_bytes);
-  AddMemory(*response, "host buffers of states", info.host_bytes);
+  AddMemory(*response, "weights", memory.weights);
+  AddMemory(*response, "KV cache", memory.kv_cache);
+  AddMemory(*response, "workspace", memory.workspace);
+  AddMemory(*response, "capture buffers", memory.capture);
+  AddMemory(*response, "host buffers of states", memory.host);
   response->set_version(std::string(kProducer.substr(kProducer.find(' ') + 1)));
   response->set_parameters(model.parameters);
   return grpc::Status::OK;

@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <filesystem>
 #include <functional>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -226,6 +227,15 @@ class JobStore {
                                                            int64_t shard, int64_t row,
                                                            int64_t limit,
                                                            const SampleFilter& filter = {}) const;
+  // Stored samples with states, excluded ones apart, that a group has not acknowledged; of every
+  // group that has acknowledged one of them. Reads all of the job's samples.
+  struct ReaderLag {
+    std::string group;
+    int64_t samples = 0, rows = 0;
+  };
+  absl::StatusOr<std::vector<ReaderLag>> ReaderLags(int64_t key) const;
+  absl::StatusOr<int64_t> Acknowledgements(int64_t key) const;              // of all groups
+  absl::StatusOr<std::map<std::string, int64_t>> RejectedByReason() const;  // of all jobs
   absl::StatusOr<bool> IsAcknowledged(int64_t key, std::string_view group, int64_t index) const;
   absl::StatusOr<IndexedSample> FindStored(int64_t key, std::string_view id) const;
   // The most tokens that a sample to do can reach: its own and `new_tokens(max_new of the sample)`.

@@ -250,6 +250,50 @@ absl::StatusOr<std::vector<ShardRow>> JobStore::FullyAcknowledged(int64_t key) c
   return shards;
 }
 
+absl::StatusOr<std::vector<JobStore::ReaderLag>> JobStore::ReaderLags(int64_t key) const {
+  std::vector<ReaderLag> lags;
+  const std::lock_guard lock(read_mutex_);
+  static const std::string sql = [] {
+    const std::string sums = "COUNT(*) AS samples, COALESCE(SUM(s.rows), 0) AS rows",
+                      shards =
+                          "shards ON shards.job = s.job AND shards.seq = s.shard "
+                          "AND shards.evicted = 0",
+                      there = "s.job = ?1 AND s.state = 1 AND s.excluded = 0";
+    return fmt::format(
+        "SELECT done.consumer, stored.samples - done.samples, stored.rows - done.rows FROM "
+        "(SELECT {0} FROM samples s JOIN {1} WHERE {2}) stored, "
+        "(SELECT a.consumer, {0} FROM acks a JOIN samples s ON s.job = a.job AND s.idx = a.idx "
+        "JOIN {1} WHERE a.job = ?1 AND {2} GROUP BY a.consumer) done",
+        sums, shards, there);
+  }();
+  STATETAP_RETURN_IF_ERROR(read_.Query(
+      sql,
+      [&](const SqlRow& row) {
+        lags.push_back({row.Text(0), row.Int(1), row.Int(2)});
+      },
+      key));
+  return lags;
+}
+
+absl::StatusOr<int64_t> JobStore::Acknowledgements(int64_t key) const {
+  int64_t count = 0;
+  const std::lock_guard lock(read_mutex_);
+  STATETAP_RETURN_IF_ERROR(read_.Query(
+      "SELECT COUNT(*) FROM acks WHERE job = ?", [&](const SqlRow& row) { count = row.Int(0); },
+      key));
+  return count;
+}
+
+absl::StatusOr<std::map<std::string, int64_t>> JobStore::RejectedByReason() const {
+  std::map<std::string, int64_t> counts;
+  const std::lock_guard lock(read_mutex_);
+  STATETAP_RETURN_IF_ERROR(
+      read_.Query("SELECT reason, COUNT(*) FROM samples WHERE state = 2 "
+                  "AND job IN (SELECT key FROM jobs WHERE state != 0) GROUP BY reason",
+                  [&](const SqlRow& row) { counts[row.Text(0)] = row.Int(1); }));
+  return counts;
+}
+
 absl::StatusOr<int64_t> JobStore::ShardBytes() const {
   int64_t bytes = 0;
   const std::lock_guard lock(read_mutex_);

@@ -5,13 +5,16 @@
 #include <map>
 #include <string>
 #include <string_view>
+#include <utility>
+#include <vector>
 
 namespace statetap {
 
 struct HttpRequest {
   std::string method, path;
+  std::string target;  // path and query as they were sent
   std::multimap<std::string, std::string> query;
-  std::string authorization;  // the header's value
+  std::string authorization, cookies;  // the headers' values
   std::string body;
   bool body_too_large = false;  // then it is empty
 
@@ -35,9 +38,14 @@ struct HttpReply {
   int status = 200;
   std::string type = "text/html; charset=utf-8";
   std::string body;
+  std::vector<std::pair<std::string, std::string>> headers;
   // Instead of the body: writes it. False cuts the connection, so that nobody takes what came for
   // the whole. Called once, on the connection's thread.
   std::function<bool(HttpSink& sink)> write;
 };
+
+inline HttpReply RedirectTo(std::string where) {
+  return {.status = 303, .type = "text/plain", .headers = {{"Location", std::move(where)}}};
+}
 
 }  // namespace statetap

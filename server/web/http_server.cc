@@ -43,8 +43,10 @@ void Send(HttpReply reply, httplib::Response& response) {
   // Nothing of a sample's text may run or load anything, whatever it spells.
   response.set_header("Content-Security-Policy",
                       "default-src 'none'; style-src 'unsafe-inline'; script-src 'self'; "
-                      "connect-src 'self'");
+                      "connect-src 'self'; form-action 'self'; frame-ancestors 'none'; "
+                      "base-uri 'none'");
   response.set_header("X-Content-Type-Options", "nosniff");
+  for (const auto& [name, value] : reply.headers) response.set_header(name, value);
   if (!reply.write) return response.set_content(std::move(reply.body), reply.type.c_str());
   response.set_header("Cache-Control", "no-store");
   response.set_chunked_content_provider(
@@ -59,8 +61,10 @@ void Send(HttpReply reply, httplib::Response& response) {
 HttpRequest RequestOf(const httplib::Request& request) {
   return {.method = request.method,
           .path = request.path,
+          .target = request.target,
           .query = request.params,
-          .authorization = request.get_header_value("Authorization")};
+          .authorization = request.get_header_value("Authorization"),
+          .cookies = request.get_header_value("Cookie")};
 }
 
 }  // namespace
@@ -89,16 +93,18 @@ absl::StatusOr<std::unique_ptr<HttpServer>> HttpServer::Start(const std::string&
   STATETAP_ASSIGN_OR_RETURN(const HostPort where, ParseHostPort(address));
   auto server = std::make_unique<httplib::Server>();
   // Without SO_REUSEPORT, which the library sets: a second server must notice the first.
-  server->set_socket_options([](socket_t socket) {
+  socket_t listening = INVALID_SOCKET;
+  server->set_socket_options([&listening](socket_t socket) {
     const int yes = 1;
     setsockopt(socket, SOL_SOCKET, SO_REUSEADDR, &yes, sizeof(yes));
+    listening = socket;
   });
   server->new_task_queue = [] { return new BoundedThreads; };
   server->set_payload_max_length(kMostBodyBytes);
   server->set_tcp_nodelay(true);
   server->set_read_timeout(5, 0);
   server->set_write_timeout(30, 0);
-  server->set_keep_alive_timeout(5);
+  server->set_keep_alive_timeout(2);  // a server that ends waits for them
   server->set_keep_alive_max_count(1000);
   server->Get("/healthz", [health = std::move(handlers.health)](const httplib::Request&,
                                                                 httplib::Response& response) {
@@ -108,7 +114,10 @@ absl::StatusOr<std::unique_ptr<HttpServer>> HttpServer::Start(const std::string&
   });
   server->Get("/metrics", [metrics = std::move(handlers.metrics)](const httplib::Request&,
                                                                   httplib::Response& response) {
-    response.set_content(metrics(), "text/plain; version=0.0.4");
+    const absl::StatusOr<std::string> text = metrics();
+    if (!text.ok()) response.status = 500;
+    response.set_content(text.ok() ? *text : fmt::format("{}\n", MessageOf(text.status())),
+                         "text/plain; version=0.0.4");
   });
   if (handlers.others) {
     server->Get(".*", [others = handlers.others](const httplib::Request& request,
@@ -143,6 +152,8 @@ absl::StatusOr<std::unique_ptr<HttpServer>> HttpServer::Start(const std::string&
                     "give another --http, or --http \"\" for none",
                     address));
   }
+  // The library lets five wait, and every further client of a burst would wait for a second.
+  listen(listening, kMostConnections);
   const bool v6 = where.host.find(':') != std::string::npos;
   return std::unique_ptr<HttpServer>(new HttpServer(
       std::move(server), fmt::format("{}{}{}:{}", v6 ? "[" : "", where.host, v6 ? "]" : "", port)));

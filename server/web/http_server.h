@@ -24,7 +24,7 @@ class HttpServer {
   };
   struct Handlers {
     std::function<Health()> health;
-    std::function<std::string()> metrics;  // text exposition format
+    std::function<absl::StatusOr<std::string>()> metrics;  // text exposition format
     // GET and POST of every other path. Null: none.
     std::function<HttpReply(const HttpRequest& request)> others;
   };

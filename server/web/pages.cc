@@ -4,6 +4,7 @@
 #include <charconv>
 #include <cmath>
 
+#include "extractor/base/log.h"
 #include "extractor/base/text.h"
 #include "proto/messages/html.h"
 #include "proto/messages/statistics.h"
@@ -17,16 +18,21 @@ namespace {
 constexpr int64_t kRowsAPage = 100;
 
 // A page that changes asks for itself every two seconds and takes the new <main>, unless nobody
-// looks or something is selected.
+// looks, or something is selected or opened. What had the focus keeps it.
 constexpr std::string_view kScript = R"js("use strict";
 setInterval(async () => {
   const main = document.querySelector("main[data-live]");
-  if (!main || document.hidden || String(getSelection())) return;
+  if (!main || document.hidden || String(getSelection()) || main.querySelector("details[open]")) return;
+  const reachable = "a, button, summary, [tabindex]";
   try {
     const answer = await fetch(location.href);
     const page = new DOMParser().parseFromString(await answer.text(), "text/html");
     const fresh = page.querySelector("main");
-    if (answer.ok && fresh && fresh.innerHTML !== main.innerHTML) main.replaceWith(fresh);
+    if (answer.ok && fresh && fresh.innerHTML !== main.innerHTML) {
+      const focused = [...main.querySelectorAll(reachable)].indexOf(document.activeElement);
+      main.replaceWith(fresh);
+      if (focused >= 0) fresh.querySelectorAll(reachable)[focused]?.focus({preventScroll: true});
+    }
     document.getElementById("state").textContent = "";
   } catch (error) {
     document.getElementById("state").textContent = "The server does not answer.";
@@ -58,37 +64,85 @@ std::string Progress(const JobRecord& job) {
                      std::max<int64_t>(1, c.submitted), c.submitted - c.to_do);
 }
 
-enum class Live { kNo, kYes };
-std::string Page(std::string_view title, Live live, std::string_view body) {
-  return HtmlPage(
-      fmt::format("{} · Statetap", title), "<script src=\"/page.js\" defer></script>\n",
-      fmt::format("<p class=\"dim\"><a href=\"/\">Jobs</a> <span id=\"state\" class=\"bad\" "
-                  "role=\"status\"></span></p>\n<main{}>\n<h1>{}</h1>\n{}</main>",
-                  live == Live::kYes ? " data-live" : "", EscapeHtml(title), body));
-}
-
 std::string Row(std::string_view name, std::string_view html) {
   return fmt::format("<tr><th>{}</th><td class=\"wide\">{}</td></tr>\n", name, html);
 }
 
 }  // namespace
 
-HttpReply Pages::Get(const HttpRequest& request) {
-  const std::string& path = request.path;
-  if (path == "/page.js") return {.type = "text/javascript", .body = std::string(kScript)};
-  absl::StatusOr<std::string> page = absl::NotFoundError("there is no such page");
-  if (request.method == "POST") return {.status = 404};
-  if (path == "/") page = Jobs();
-  if (path == "/job") page = Job(request.Value("id"));
-  if (path == "/samples") page = Samples(request.Value("job"), request.Value("after"));
-  if (path == "/sample") page = Sample(request.Value("job"), request.Value("id"));
-  if (page.ok()) return {.body = *std::move(page)};
-  return {.status = absl::IsNotFound(page.status()) ? 404 : 500,
-          .body = Page("Not shown", Live::kNo,
-                       fmt::format("<p>{}</p>", EscapeHtml(MessageOf(page.status()))))};
+HttpReply Pages::Whole(int status, const Page& page, const HttpRequest& request) const {
+  return {
+      .status = status,
+      .body = HtmlPage(
+          fmt::format("{} · Statetap", page.title), "<script src=\"/page.js\" defer></script>\n",
+          fmt::format("<p class=\"dim\"><a href=\"/\">Jobs</a> <span id=\"state\" class=\"bad\" "
+                      "role=\"status\"></span></p>\n<main{}>\n<h1>{}</h1>\n{}</main>\n{}",
+                      page.live == Live::kYes ? " data-live" : "", EscapeHtml(page.title),
+                      page.body, access_.UnlockForm(request)))};
 }
 
-std::string Pages::Jobs() {
+HttpReply Pages::NotShown(const absl::Status& status, const HttpRequest& request) const {
+  int code = 500;
+  if (absl::IsNotFound(status)) code = 404;
+  if (absl::IsPermissionDenied(status)) code = 403;
+  if (absl::IsFailedPrecondition(status)) code = 409;
+  if (absl::IsUnavailable(status)) code = 503;
+  return Whole(code,
+               Page("Not shown", Live::kNo,
+                    fmt::format("<p class=\"bad\">{}</p>", EscapeHtml(MessageOf(status)))),
+               request);
+}
+
+HttpReply Pages::Handle(const HttpRequest& request) {
+  const std::string& path = request.path;
+  if (request.method == "POST") return Post(request);
+  if (path == "/page.js") return {.type = "text/javascript", .body = std::string(kScript)};
+  absl::StatusOr<Page> page = absl::NotFoundError("there is no such page");
+  if (path == "/") page = Jobs();
+  if (path == "/job") page = Job(request.Value("id"), access_.Unlocked(request));
+  if (path == "/samples") page = Samples(request.Value("job"), request.Value("after"));
+  if (path == "/sample") page = Sample(request.Value("job"), request.Value("id"));
+  return page.ok() ? Whole(200, *page, request) : NotShown(page.status(), request);
+}
+
+HttpReply Pages::Post(const HttpRequest& request) {
+  if (request.path == "/unlock") return access_.Unlock(request);
+  if (request.path == "/lock") return access_.Lock(request);
+  if (request.path != "/act")
+    return NotShown(absl::NotFoundError("there is no such page"), request);
+  auto fields = FormFields(request.body);
+  const absl::Status status = access_.MayChange(request)
+                                  ? Act(fields["do"], fields["job"])
+                                  : absl::PermissionDeniedError(
+                                        "this page only reads: start the server with --http-token "
+                                        "and give the token below");
+  if (!status.ok()) return NotShown(status, request);
+  return RedirectTo(fmt::format("/job?id={}", EscapeUrl(fields["job"])));
+}
+
+absl::Status Pages::Act(const std::string& what, const std::string& id) {
+  STATETAP_ASSIGN_OR_RETURN(const JobRecord job, store_.GetJob(id));
+  LogInfo("{} \"{}\": {} from the web page", job.id, job.name, CutMiddle(what, 20));
+  if (what == "pause") return runner_.Pause(job);
+  if (what == "resume") return runner_.Resume(job);
+  if (what == "cancel") return runner_.Cancel(job);
+  return absl::NotFoundError("there are pause, resume and cancel");
+}
+
+// What can be done with it now. Cancelling takes two steps: there is no way back.
+std::string Pages::Actions(const JobRecord& job) const {
+  if (HasEnded(job.state)) return "";
+  const std::string_view act = job.state == JobState::kPaused ? "resume" : "pause";
+  return fmt::format(
+      "<form method=\"post\" action=\"/act\">{}<input type=\"hidden\" name=\"job\" value=\"{}\">"
+      "<button name=\"do\" value=\"{}\">{}</button>"
+      "<details><summary>Cancel</summary><button name=\"do\" value=\"cancel\">Cancel what is to "
+      "do: {} samples</button></details></form>\n",
+      access_.KeyField(), EscapeHtml(job.id), act, act == "pause" ? "Pause" : "Resume",
+      job.counts.to_do);
+}
+
+Pages::Page Pages::Jobs() {
   const absl::StatusOr<std::vector<JobRecord>> jobs = store_.ListJobs();
   std::string body = fmt::format("<p>{}, {} layers of hidden {}</p>\n", EscapeHtml(model_.name),
                                  model_.config.num_layers, model_.config.hidden);
@@ -178,9 +232,10 @@ std::string Pages::RejectedTable(const JobRecord& job) {
   return html;
 }
 
-absl::StatusOr<std::string> Pages::Job(const std::string& id) {
+absl::StatusOr<Pages::Page> Pages::Job(const std::string& id, bool may_change) {
   STATETAP_ASSIGN_OR_RETURN(const JobRecord job, store_.GetJob(id));
   std::string body = JobFacts(job);
+  if (may_change) body += Actions(job);
   if (job.counts.stored > 0) {
     body += fmt::format("<p>{}</p>\n", Link(fmt::format("/samples?job={}", EscapeUrl(job.id)),
                                             "Samples, token by token"));
@@ -196,7 +251,7 @@ absl::StatusOr<std::string> Pages::Job(const std::string& id) {
   return Page(job.name, HasEnded(job.state) ? Live::kNo : Live::kYes, body);
 }
 
-absl::StatusOr<std::string> Pages::Samples(const std::string& id, const std::string& after) {
+absl::StatusOr<Pages::Page> Pages::Samples(const std::string& id, const std::string& after) {
   STATETAP_ASSIGN_OR_RETURN(const JobRecord job, store_.GetJob(id));
   int64_t from = -1;
   std::from_chars(after.data(), after.data() + after.size(), from);
@@ -226,9 +281,11 @@ absl::StatusOr<std::string> Pages::Samples(const std::string& id, const std::str
   return Page(fmt::format("Samples of {}", job.name), Live::kNo, body);
 }
 
-// Supervised tokens marked; each token tells its id and log-probability when pointed at.
+// Supervised tokens marked; each token tells its id and log-probability when pointed at, and in a
+// table for those who do not point.
 absl::StatusOr<std::string> Pages::Tokens(const SampleRecord& record) {
   std::string html = "<div class=\"tokens\">";
+  std::vector<std::vector<std::string>> rows;
   StreamDecoder decoder(*model_.tokenizer);
   for (size_t t = 0; t < record.input_ids.size(); ++t) {
     const int32_t id = record.input_ids[t];
@@ -236,17 +293,24 @@ absl::StatusOr<std::string> Pages::Tokens(const SampleRecord& record) {
       return absl::FailedPreconditionError(
           fmt::format("token {} is {}: the sample is of another tokenizer", t, id));
     }
-    std::string title = fmt::format("token {}, id {}", t, id);
-    if (t < record.logprobs.size() && std::isfinite(record.logprobs[t])) {
-      title += fmt::format(", log p {:.3f}", record.logprobs[t]);
-    }
-    html += fmt::format("<span{} title=\"{}\">{}</span>", record.loss_mask[t] ? " class=\"s\"" : "",
-                        title, EscapeHtml(decoder.Add(id)));
+    const bool scored = t < record.logprobs.size() && std::isfinite(record.logprobs[t]);
+    const std::string score = scored ? fmt::format("{:.3f}", record.logprobs[t]) : "–";
+    const std::string text = EscapeHtml(decoder.Add(id));
+    html += fmt::format("<span{} title=\"token {}, id {}{}\">{}</span>",
+                        record.loss_mask[t] ? " class=\"s\"" : "", t, id,
+                        scored ? ", log p " + score : "", text);
+    rows.push_back({fmt::format("{}", t), fmt::format("{}", id), score,
+                    record.loss_mask[t] ? "supervised" : "",
+                    fmt::format("<span class=\"tokens\">{}</span>", text)});
   }
-  return html + fmt::format("<span>{}</span></div>\n", EscapeHtml(decoder.Finish()));
+  return html + fmt::format(
+                    "<span>{}</span></div>\n<details><summary>Token by token</summary>\n{}"
+                    "</details>\n",
+                    EscapeHtml(decoder.Finish()),
+                    HtmlTable({"#token", "#id", "#log p", "", "text"}, rows));
 }
 
-absl::StatusOr<std::string> Pages::Sample(const std::string& job_id, const std::string& id) {
+absl::StatusOr<Pages::Page> Pages::Sample(const std::string& job_id, const std::string& id) {
   STATETAP_ASSIGN_OR_RETURN(const JobRecord job, store_.GetJob(job_id));
   STATETAP_ASSIGN_OR_RETURN(const IndexedSample sample, store_.FindStored(job.key, id));
   STATETAP_ASSIGN_OR_RETURN(const ShardRow row, store_.GetShard(job.key, sample.shard));

@@ -5,6 +5,7 @@ import json
 import socket
 import struct
 import threading
+import time
 import unittest
 import urllib.error
 import urllib.request
@@ -61,6 +62,11 @@ def events(path, **body):
     data = [line[len("data: "):] for line in lines if line]
     assert data[-1] == "[DONE]", data[-1]
     return [json.loads(one) for one in data[:-1]]
+
+
+def metric(name):
+    with urllib.request.urlopen(f"http://{served.http}/metrics") as reply:
+        return next(float(line.split()[-1]) for line in reply.read().decode().splitlines() if line.startswith(name + " "))
 
 
 def ids_of(text):
@@ -219,6 +225,7 @@ class PlainTest(unittest.TestCase):
         connection.close()
 
     def test_a_client_that_goes_away_takes_nothing_from_others(self):
+        before = metric('statetap_tokens_total{phase="answer"}')
         host, port = served.http.split(":")
         body = json.dumps({"prompt": "Tell me everything", "max_tokens": 4000, "temperature": 5, "top_p": 1, "stream": True}).encode()
         gone = []
@@ -231,6 +238,9 @@ class PlainTest(unittest.TestCase):
             client.recv(1000)
             client.close()
         complete(prompt="Hi", max_tokens=4, temperature=0)
+        while metric('statetap_answers{state="running"}') + metric('statetap_answers{state="waiting"}') > 0:
+            time.sleep(0.1)
+        self.assertLess(metric('statetap_tokens_total{phase="answer"}') - before, 8 * 1000)  # not 8 * 4000
 
     def test_a_stream_keeps_nobody_waiting(self):
         seen = threading.Event()

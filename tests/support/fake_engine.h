@@ -149,6 +149,8 @@ class FakeEngine : public Engine {
   }
 
   const int hidden_, vocab_;
+
+ protected:
   EngineInfo info_;
   EngineOptions options_;
 };
