@@ -32,7 +32,7 @@ class Choice {
 
   // The answer's next token, or its end. Waits at most so long.
   AnswerReader::Event Next(std::chrono::milliseconds patience);
-  // Of one that has ended: OK, or why it has no end.
+  // OK, or why it has ended early.
   absl::Status status() const { return stopped_ ? absl::OkStatus() : reader_.status(); }
   int64_t prompt_tokens() const { return static_cast<int64_t>(reader_.task().input_ids.size()); }
   int64_t tokens() const { return tokens_; }

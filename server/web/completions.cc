@@ -15,8 +15,9 @@
 namespace statetap {
 namespace {
 
-// How often a reply that waits looks whether its client is still there.
-constexpr std::chrono::milliseconds kPatience{200};
+// How often a reply that waits looks whether its client is still there. It can look once it has
+// begun, and its status is known then: what is wrong with the answer at once shows there.
+constexpr std::chrono::milliseconds kPatience{200}, kBeginAfter{1000};
 
 uint64_t RandomBits() {
   std::random_device device;
@@ -72,11 +73,8 @@ absl::Status Exchange::Begin(JobRunner& runner) {
         std::make_unique<Choice>(request_, AnswerReader(std::move(answer), model_), model_));
   }
   if (request_.stream) return absl::OkStatus();
-  // What is wrong with it shows in the status while there is none yet.
-  Choice& first = *choices_[0];
-  while (first.Next(kPatience) == AnswerReader::Event::kNothingYet) {
-  }
-  return first.status();
+  choices_[0]->Next(kBeginAfter);
+  return choices_[0]->status();
 }
 
 HttpReply Exchange::Reply(std::shared_ptr<Exchange> self) {

@@ -21,8 +21,8 @@ class Completions {
   // How many requests are answered at once; more are refused with 429.
   static constexpr int kMostAtOnce = 256;
 
-  // Nothing for a path that is none of the above. The reply's status is known once the first answer
-  // has begun. Thread safe.
+  // Nothing for a path that is none of the above. Waits a second at most for an answer to begin;
+  // one that fails later ends its stream with an error, or cuts the connection. Thread safe.
   std::optional<HttpReply> Handle(const HttpRequest& request);
 
  private:

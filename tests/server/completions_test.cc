@@ -63,13 +63,14 @@ class CompletionsTest : public testing::ServerFixture {
 // run for minutes.
 TEST_F(CompletionsTest, ManyWhoVanishLeaveNothingBehindAndTooManyAreRefused) {
   engine_->faults.step = std::chrono::milliseconds(500);
-  const std::string body =
-      DumpJson({{"prompt", std::vector<int>(490, 7)}, {"max_tokens", 9}, {"stream", true}});
+  const auto body = [](bool stream) {
+    return DumpJson({{"prompt", std::vector<int>(490, 7)}, {"max_tokens", 9}, {"stream", stream}});
+  };
   std::vector<int> connections;
-  for (int i = 0; i < Completions::kMostAtOnce; ++i) connections.push_back(Ask(body));
+  for (int i = 0; i < Completions::kMostAtOnce; ++i) connections.push_back(Ask(body(i % 2 == 0)));
   ExpectAnswers(Completions::kMostAtOnce);
   httplib::Client client = Http();
-  const auto refused = client.Post("/v1/completions", body, "application/json");
+  const auto refused = client.Post("/v1/completions", body(false), "application/json");
   ASSERT_TRUE(refused);
   EXPECT_EQ(refused->status, 429);
   EXPECT_THAT(refused->body, HasSubstr("rate_limit_error"));

@@ -42,6 +42,9 @@ class FakeEngine : public Engine {
   absl::Status Run(SampleSource& source, HiddenStateSink& sink) override {
     std::map<uint64_t, State> running;
     while (true) {
+      for (const uint64_t ticket : source.TakeCancelled()) {
+        if (running.erase(ticket) > 0) sink.OnFailed(ticket, {absl::CancelledError("cancelled")});
+      }
       while (running.size() < static_cast<size_t>(options_.max_running)) {
         auto task = source.Next();
         if (!task) break;
@@ -49,9 +52,6 @@ class FakeEngine : public Engine {
         running.emplace(ticket, State{*std::move(task)});
       }
       most_running = std::max(most_running.load(), static_cast<int>(running.size()));
-      for (const uint64_t ticket : source.TakeCancelled()) {
-        if (running.erase(ticket) > 0) sink.OnFailed(ticket, {absl::CancelledError("cancelled")});
-      }
       if (source.Stopping()) break;
       if (faults.fail) return absl::InternalError("a rank has failed");
       if (running.empty()) {
