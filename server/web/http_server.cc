@@ -46,9 +46,9 @@ void Send(HttpReply reply, httplib::Response& response) {
                       "connect-src 'self'; form-action 'self'; frame-ancestors 'none'; "
                       "base-uri 'none'");
   response.set_header("X-Content-Type-Options", "nosniff");
+  response.set_header("Cache-Control", "no-store");
   for (const auto& [name, value] : reply.headers) response.set_header(name, value);
   if (!reply.write) return response.set_content(std::move(reply.body), reply.type.c_str());
-  response.set_header("Cache-Control", "no-store");
   response.set_chunked_content_provider(
       reply.type.c_str(), [write = std::move(reply.write)](size_t, httplib::DataSink& to) {
         Sink sink(to);

@@ -111,11 +111,15 @@ HttpReply Pages::Post(const HttpRequest& request) {
   if (request.path != "/act")
     return NotShown(absl::NotFoundError("there is no such page"), request);
   auto fields = FormFields(request.body);
-  const absl::Status status = access_.MayChange(request)
-                                  ? Act(fields["do"], fields["job"])
-                                  : absl::PermissionDeniedError(
-                                        "this page only reads: start the server with --http-token "
-                                        "and give the token below");
+  absl::Status status;
+  if (access_.MayChange(request)) {
+    status = Act(fields["do"], fields["job"]);
+  } else if (access_.possible()) {
+    status = absl::PermissionDeniedError("nothing was changed: give the server's token below");
+  } else {
+    status = absl::PermissionDeniedError(
+        "this page only reads: the server was started without --http-token");
+  }
   if (!status.ok()) return NotShown(status, request);
   return RedirectTo(fmt::format("/job?id={}", EscapeUrl(fields["job"])));
 }

@@ -237,6 +237,14 @@ TEST_F(ServerLifeTest, PagesShowJobsSamplesAndRejects) {
   EXPECT_THAT(page("/samples?job=" + job.id()), HasSubstr("&lt;script&gt;alert(1)"));
   EXPECT_THAT(page("/sample?job=" + job.id() + "&id=%3Cscript%3Ealert(1)%3C/script%3E"),
               HasSubstr("class=\"s\""));
+  // Started without a token it only reads, whatever is sent along.
+  const httplib::Headers bearer = {{"Authorization", "Bearer "}};
+  const auto act = client.Post(
+      "/act", bearer, "job=" + job.id() + "&do=cancel&key=", "application/x-www-form-urlencoded");
+  ASSERT_TRUE(act);
+  EXPECT_EQ(act->status, 403);
+  EXPECT_THAT(act->body, HasSubstr("without --http-token"));
+  EXPECT_THAT(page("/job?id=" + job.id()), ::testing::Not(HasSubstr("<form")));
   for (const char* missing : {"/nothing", "/job?id=none", "/sample?job=none&id=x"}) {
     const auto answer = client.Get(missing);
     ASSERT_TRUE(answer);
