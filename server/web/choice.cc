@@ -28,7 +28,8 @@ Choice::Choice(const ApiRequest& request, AnswerReader reader, const ServedModel
       stop_(request.stop),
       scores_(request, *model.tokenizer),
       think_(model.tokenizer->SpecialId("<think>").value_or(-1)),
-      think_end_(model.tokenizer->SpecialId("</think>").value_or(-1)) {
+      think_end_(model.tokenizer->SpecialId("</think>").value_or(-1)),
+      tools_(*model.tokenizer) {
   in_thought_ = request.chat && reader_.task().input_ids.back() == think_;
 }
 
@@ -42,6 +43,8 @@ AnswerReader::Event Choice::Next(std::chrono::milliseconds patience) {
     AddToken(token);
   } else {
     AddText(reader_.Rest());
+    tools_.Finish();
+    TakeTools();
     content_ += stop_.Rest();
   }
   return event;
@@ -73,9 +76,25 @@ void Choice::AddToken(const AnswerReader::Token& token) {
   const bool closes = in_thought_ && token.id == think_end_;
   if (opens || closes) {
     in_thought_ = opens;
+  } else if (request_.chat && !in_thought_ && tools_.Take(token.id, token.text)) {
+    TakeTools();
   } else {
     AddText(token.text);
   }
+}
+
+void Choice::TakeTools() {
+  AddText(tools_.TakeBroken());
+  for (Json& call : tools_.TakeCalls()) {
+    calls_.push_back(std::move(call));
+    ++num_calls_;
+  }
+}
+
+std::string_view Choice::finish_reason() const {
+  if (stopped_) return "stop";
+  const std::string_view reason = reader_.finish_reason();
+  return reason == "stop" && num_calls_ > 0 ? "tool_calls" : reason;
 }
 
 void Choice::AddText(std::string_view text) {
@@ -91,10 +110,14 @@ void Choice::AddText(std::string_view text) {
 Json Choice::Whole(int index) {
   Json choice = {{"index", index}};
   if (request_.chat) {
-    // A chat that ended inside its thought has no content: that is not an empty one.
-    choice["message"] = {{"role", "assistant"},
-                         {"content", in_thought_ ? Json() : Json(content_)},
-                         {"reasoning_content", thought_.empty() ? Json() : Json(thought_)}};
+    // A chat that ended inside its thought, or that calls tools alone, has no content: that is not
+    // an empty one.
+    const bool none = in_thought_ || (content_.empty() && !calls_.empty());
+    Json& message =
+        choice["message"] = {{"role", "assistant"},
+                             {"content", none ? Json() : Json(content_)},
+                             {"reasoning_content", thought_.empty() ? Json() : Json(thought_)}};
+    if (!calls_.empty()) message["tool_calls"] = calls_;
   } else {
     choice["text"] = content_;
   }
@@ -117,6 +140,11 @@ Json Choice::Piece(int index, bool last) {
     Json& delta = choice["delta"] = Json::object();
     if (!thought.empty()) delta["reasoning_content"] = thought;
     if (!content.empty()) delta["content"] = content;
+    if (!calls_.empty()) {
+      int64_t place = num_calls_ - static_cast<int64_t>(calls_.size());
+      for (Json& call : calls_) call["index"] = place++;
+      delta["tool_calls"] = std::exchange(calls_, Json::array());
+    }
   } else {
     choice["text"] = content;
   }

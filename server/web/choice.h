@@ -6,6 +6,7 @@
 
 #include "server/jobs/ask.h"
 #include "server/web/api_reply.h"
+#include "server/web/tool_calls.h"
 
 namespace statetap {
 
@@ -36,8 +37,8 @@ class Choice {
   absl::Status status() const { return stopped_ ? absl::OkStatus() : reader_.status(); }
   int64_t prompt_tokens() const { return static_cast<int64_t>(reader_.task().input_ids.size()); }
   int64_t tokens() const { return tokens_; }
-  // Whether there is text that no piece had.
-  bool has_text() const { return !content_.empty() || !thought_.empty(); }
+  // Whether there is something that no piece had.
+  bool has_news() const { return !content_.empty() || !thought_.empty() || !calls_.empty(); }
 
   // The whole of it, of one that has ended.
   Json Whole(int index);
@@ -50,7 +51,8 @@ class Choice {
   void BeginAnswer();
   void AddToken(const AnswerReader::Token& token);
   void AddText(std::string_view text);
-  std::string_view finish_reason() const { return stopped_ ? "stop" : reader_.finish_reason(); }
+  void TakeTools();
+  std::string_view finish_reason() const;
 
   const ApiRequest& request_;
   const ServedModel& model_;
@@ -59,7 +61,10 @@ class Choice {
   ScoreList scores_;
   const int32_t think_, think_end_;  // −1 where the tokenizer has none
   bool begun_ = false, stopped_ = false, in_thought_ = false;
+  ToolCallReader tools_;
   std::string thought_, content_;
+  Json calls_ = Json::array();  // whole ones
+  int64_t num_calls_ = 0;
   size_t characters_ = 0;  // of the choice's text up to the next token
   int64_t tokens_ = 0;
 };

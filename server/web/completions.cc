@@ -148,7 +148,7 @@ bool Exchange::WriteChunks(HttpSink& sink, Choice& choice, int index) {
       sink.Write(Event(ApiErrorBody(choice.status())));
       return false;
     }
-    if (!ended && !choice.has_text()) continue;
+    if (!ended && !choice.has_news()) continue;
     if (!write(choice.Piece(index, ended))) return false;
   }
   return true;
