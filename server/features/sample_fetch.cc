@@ -5,6 +5,7 @@
 #include <utility>
 #include <vector>
 
+#include "server/features/sample_order.h"
 #include "server/features/unread_shards.h"
 
 namespace statetap {
@@ -17,14 +18,17 @@ struct Place {
   int64_t position;
 };
 
-absl::Status CheckCount(const v1::GetSamplesRequest& request) {
+absl::Status CheckCount(std::string_view field, int count) {
+  if (count >= 1 && count <= kMostSamples) return absl::OkStatus();
+  return absl::InvalidArgumentError(
+      fmt::format("{}: {} were given; name 1 to {} samples a call", field, count, kMostSamples));
+}
+
+absl::Status CheckRequest(const v1::GetSamplesRequest& request) {
   const int rows = request.rows_size(), ids = request.ids_size();
   if (rows > 0 && ids > 0)
     return absl::InvalidArgumentError("rows: give either rows or ids, not both");
-  if (rows + ids >= 1 && rows + ids <= kMostSamples) return absl::OkStatus();
-  return absl::InvalidArgumentError(fmt::format("{}: {} were given; ask for 1 to {} samples a call",
-                                                ids > 0 ? "ids" : "rows", rows + ids,
-                                                kMostSamples));
+  return CheckCount(ids > 0 ? "ids" : "rows", rows + ids);
 }
 
 absl::StatusOr<std::vector<Place>> ByRow(std::span<const ShardRow> shards,
@@ -65,7 +69,7 @@ absl::StatusOr<std::vector<Place>> ById(
 
 absl::Status SendSamples(const JobStore& store, ShardCache& shards,
                          const v1::GetSamplesRequest& request, const FeatureOutlet& outlet) {
-  STATETAP_RETURN_IF_ERROR(CheckCount(request));
+  STATETAP_RETURN_IF_ERROR(CheckRequest(request));
   const std::vector<int> wanted(request.boundaries().begin(), request.boundaries().end());
   STATETAP_RETURN_IF_ERROR(CheckBoundaries(wanted));
   STATETAP_ASSIGN_OR_RETURN(const JobRecord job, store.GetJob(request.job()));
@@ -100,6 +104,18 @@ absl::Status SendSamples(const JobStore& store, ShardCache& shards,
   unread.AddTo(*end.mutable_end());
   if (!outlet(end, {})) return absl::CancelledError("the client has gone");
   return unread.AsStatus();
+}
+
+absl::StatusOr<int64_t> AcknowledgeSamples(JobStore& store, const v1::AcknowledgeRequest& request) {
+  STATETAP_RETURN_IF_ERROR(CheckCount("ids", request.ids_size()));
+  STATETAP_ASSIGN_OR_RETURN(const JobRecord job, store.GetJob(request.job()));
+  std::vector<int64_t> indices;
+  for (const std::string& id : request.ids()) {
+    STATETAP_ASSIGN_OR_RETURN(const IndexedSample sample, store.FindStored(job.key, id));
+    indices.push_back(sample.index);
+  }
+  STATETAP_RETURN_IF_ERROR(store.Acknowledge(job.key, GroupOf(request.group()), indices));
+  return job.key;
 }
 
 }  // namespace statetap

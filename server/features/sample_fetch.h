@@ -1,4 +1,5 @@
-// Random access: stored samples of one job by row or id, in the messages of a stream.
+// Random access: stored samples of one job by row or id, in the messages of a stream, and their
+// acknowledgement.
 #pragma once
 
 #include "server/features/sample_messages.h"
@@ -11,5 +12,8 @@ namespace statetap {
 // has gone.
 absl::Status SendSamples(const JobStore& store, ShardCache& shards,
                          const v1::GetSamplesRequest& request, const FeatureOutlet& outlet);
+
+// The job's key. Errors as v1.AcknowledgeRequest says.
+absl::StatusOr<int64_t> AcknowledgeSamples(JobStore& store, const v1::AcknowledgeRequest& request);
 
 }  // namespace statetap

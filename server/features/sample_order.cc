@@ -49,6 +49,8 @@ absl::Status CheckSplit(const v1::StreamStart& start) {
 
 }  // namespace
 
+std::string GroupOf(const std::string& group) { return group.empty() ? "default" : group; }
+
 absl::StatusOr<SampleOrder> SampleOrder::Of(const JobStore& store, const v1::StreamStart& start) {
   SampleOrder order(store);
   STATETAP_RETURN_IF_ERROR(CheckSplit(start));
@@ -59,7 +61,7 @@ absl::StatusOr<SampleOrder> SampleOrder::Of(const JobStore& store, const v1::Str
   if (!where.ok()) return WithContext(where.status(), "where");
   order.where_ = *std::move(where);
   STATETAP_ASSIGN_OR_RETURN(order.jobs_, JobsOf(store, start));
-  order.group_ = start.group().empty() ? "default" : start.group();
+  order.group_ = GroupOf(start.group());
   order.follow_ = start.follow();
   order.shuffled_ = start.order() == v1::STREAM_ORDER_SHUFFLED;
   order.equal_counts_ = start.equal_counts();

@@ -14,6 +14,9 @@
 
 namespace statetap {
 
+// Of a request that leaves its group out: "default".
+std::string GroupOf(const std::string& group);
+
 struct OrderedSample {
   size_t job = 0;  // its place among the jobs
   IndexedSample sample;

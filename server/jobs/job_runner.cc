@@ -210,11 +210,20 @@ absl::Status JobRunner::EvictShards(
 
 void JobRunner::Acknowledged(int64_t key) {
   if (options_.retain == Options::Retain::kAll) return;
+  const auto acknowledged = [&](auto change) {
+    const std::lock_guard lock(mutex_);
+    return change(acknowledged_);
+  };
+  acknowledged([&](auto& jobs) { return jobs.insert(key).second; });
   const absl::StatusOr<JobRecord> job = store_.GetJob(key);
   absl::Status status = job.status();
-  if (status.ok()) status = EvictShards(*job, [&] { return store_.FullyAcknowledged(key); });
-  // Another stream's acknowledgement is being worked on, or a person evicts: the next one looks
-  // again.
+  // Who comes while another's acknowledgement is worked on is refused, and that one looks again.
+  while (status.ok() && acknowledged([&](auto& jobs) { return jobs.contains(key); })) {
+    status = EvictShards(*job, [&] {
+      acknowledged([&](auto& jobs) { return jobs.erase(key); });
+      return store_.FullyAcknowledged(key);
+    });
+  }
   if (!status.ok() && !absl::IsFailedPrecondition(status))
     LogWarning("job {}: acknowledged states are kept for now: {}", key, MessageOf(status));
 }

@@ -149,6 +149,7 @@ class JobRunner final : private SampleSource, private HiddenStateSink {
   uint64_t version_ = 0;  // counts changes that Wait waits for
   std::map<int64_t, ActiveJobPtr> jobs_;
   std::set<int64_t> evicting_;
+  std::set<int64_t> acknowledged_;               // since their shards were last looked at
   std::deque<std::shared_ptr<Answer>> answers_;  // not yet started
   absl::Status engine_status_;
   bool draining_ = false, idle_ = false;

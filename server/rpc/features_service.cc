@@ -177,4 +177,13 @@ grpc::ServerWriteReactor<grpc::ByteBuffer>* FeaturesService::Send(
   });
 }
 
+grpc::Status FeaturesService::Acknowledge(grpc::ServerContext*,
+                                          const v1::AcknowledgeRequest* request,
+                                          v1::AcknowledgeResponse*) {
+  const absl::StatusOr<int64_t> job = AcknowledgeSamples(context_.store, *request);
+  if (!job.ok()) return ToGrpc(job.status());
+  context_.runner.Acknowledged(*job);
+  return grpc::Status::OK;
+}
+
 }  // namespace statetap

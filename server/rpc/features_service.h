@@ -33,6 +33,8 @@ class FeaturesService final
                                                          const grpc::ByteBuffer* bytes) override;
   grpc::ServerWriteReactor<grpc::ByteBuffer>* GetSample(grpc::CallbackServerContext* call,
                                                         const grpc::ByteBuffer* bytes) override;
+  grpc::Status Acknowledge(grpc::ServerContext* call, const v1::AcknowledgeRequest* request,
+                           v1::AcknowledgeResponse* response) override;
 
   // Ends every stream with UNAVAILABLE; what they had not acknowledged comes again next time.
   void StopStreams();

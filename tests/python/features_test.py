@@ -1,6 +1,9 @@
 """FeatureStream and the collators: needs torch. Run by ctest as package_test.py is."""
 import json
+import os
 import pickle
+import signal
+import subprocess
 import sys
 import unittest
 import unittest.mock
@@ -97,6 +100,98 @@ class FeatureStreamTest(unittest.TestCase):
         running = served.client.submit(PROMPTS, name="running", temperature=0, max_new_tokens=200)
         with self.assertRaisesRegex(ValueError, "wait=True"):
             statetap.FeatureStream(running, server=served.address)
+
+
+# Two epochs in the order stored; a checkpoint after every second batch, then saved(). Killed by its own hand before it writes the one of `fatal`.
+TRAINER = """
+import json, os, signal, sys
+import statetap
+
+server, job, checkpoint, seen, fatal = sys.argv[1:]
+features = statetap.FeatureStream(job, server=server, batch_size=4, shuffle=False, retain="checkpoint", group="train", epochs=2)
+if os.path.exists(checkpoint):
+    with open(checkpoint) as file:
+        features.load_state_dict(json.load(file))
+steps = (features.epoch * len(features) + features.position) // 4
+with open(seen, "a") as log:
+    while features.epoch < 2:
+        for batch in features.batches():
+            print(features.epoch, *(sample.id for sample in batch), file=log, flush=True)
+            steps += 1
+            if steps == int(fatal):
+                os.kill(os.getpid(), signal.SIGKILL)
+            if steps % 2 == 0:
+                with open(checkpoint + ".new", "w") as file:
+                    json.dump(state := features.state_dict(), file)
+                os.replace(checkpoint + ".new", checkpoint)
+                features.saved(state)
+    features.saved(features.state_dict())
+"""
+
+
+class RetainTest(unittest.TestCase):
+    """A server with --retain until-acked."""
+
+    @classmethod
+    def setUpClass(cls):
+        cls.served = Served("--retain", "until-acked").__enter__()
+        cls.addClassCleanup(cls.served.__exit__)
+
+    def setUp(self):
+        self.job, self.ids = self._testMethodName, [f"{n:02}" for n in range(40)]
+        samples = [{"id": id, "input_ids": list(range(10, 90 + n))} for n, id in enumerate(self.ids)]
+        job = self.served.run(samples, name=self.job, shard_bytes=1 << 20)
+        self.assertGreater(len(list(os.scandir(job.shards_path))), 2)
+
+    def features(self, **options):
+        return statetap.FeatureStream(self.job, server=self.served.address, batch_size=4, **options)
+
+    def evicted(self):
+        return self.served.client.show(self.job).counts.evicted
+
+    def train(self, fatal, expect=-signal.SIGKILL):
+        """(what the trainer had, batch by batch, and the checkpoint it left)"""
+        checkpoint, seen = (self.served.folder / f"{self.job}.{name}" for name in ("checkpoint", "seen"))
+        done = subprocess.run([sys.executable, "-c", TRAINER, self.served.address, self.job, checkpoint, seen, str(fatal)], capture_output=True, text=True, timeout=200)
+        self.assertEqual(done.returncode, expect, done.stderr)
+        had = [line.split() for line in seen.read_text().splitlines()]
+        seen.unlink()
+        return had, json.loads(checkpoint.read_text())
+
+    def test_states_go_behind_the_checkpoint_and_a_kill_loses_nothing(self):
+        had, checkpoint = self.train(fatal=9)  # in the first epoch, one batch behind a checkpoint
+        self.assertEqual((len(had), checkpoint["position"]), (9, 32))
+        self.assertEqual(self.evicted(), 0, "every sample is wanted once more")
+        had, checkpoint = self.train(fatal=18)  # the eighth batch of the second: had, and not in the checkpoint
+        self.assertEqual(had[0][1:], self.ids[32:36], "behind the checkpoint, not behind what was had")
+        self.assertEqual((had[-1], checkpoint["epoch"], checkpoint["position"]), (["1", *self.ids[28:32]], 1, 24))
+        self.assertTrue(0 < self.evicted() <= 24, self.evicted())
+        had, checkpoint = self.train(fatal=0, expect=0)
+        self.assertEqual(sum((batch[1:] for batch in had), []), self.ids[24:])
+        self.assertEqual(self.evicted(), 40)
+
+    def test_by_default_nothing_is_acknowledged(self):
+        features = self.features(group="train")
+        ids(features.batches())
+        features.saved(features.state_dict())
+        self.assertEqual((self.served.client.describe(self.job, group="train").acknowledged, self.evicted()), (0, 0))
+
+    def test_what_is_left_out_of_the_last_epoch_goes_with_its_end(self):
+        ranks = [self.features(rank=rank, world=3, retain="checkpoint", group="ranks", epochs=1) for rank in range(3)]
+        for features in reversed(ranks):
+            self.assertEqual((len(features), features.left_out), (12, 4))
+            ids(features.batches())
+            features.saved(features.state_dict())
+        self.assertEqual((self.served.client.describe(self.job, group="ranks").acknowledged, self.evicted()), (40, 40))
+        with self.assertRaisesRegex(ValueError, r"epoch 1 \(from 0\) of 1"):
+            next(ranks[0].batches())
+
+    def test_what_cannot_be_is_refused(self):
+        for options, text in (({"retain": "some"}, "give all or checkpoint"), ({"retain": "checkpoint"}, "give epochs")):
+            with self.assertRaisesRegex(ValueError, text):
+                self.features(**options)
+        with self.assertRaisesRegex(statetap.StatetapError, "nobody"):
+            self.served.client.acknowledge(self.job, ["nobody"])
 
 
 class CollateTest(unittest.TestCase):

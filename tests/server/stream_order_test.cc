@@ -325,6 +325,27 @@ TEST_F(StreamOrderTest, RowsAndIdsAreFetchedInTheOrderAsked) {
   EXPECT_EQ(by_id.bytes, (11u + 6u) * testing::kHidden * 2);
 }
 
+TEST_F(StreamOrderTest, SamplesThatWereFetchedAreAcknowledgedByIdAllOrNone) {
+  v1::AcknowledgeRequest request;
+  request.set_job("a");
+  request.set_group("g");
+  const auto acknowledge = [&] { return AcknowledgeSamples(*harness_.store, request).status(); };
+  EXPECT_THAT(acknowledge(), StatusIs(absl::StatusCode::kInvalidArgument, "ids: 0 were given"));
+  request.add_ids("a7");
+  request.add_ids("b1");
+  EXPECT_THAT(acknowledge(), StatusIs(absl::StatusCode::kNotFound, "\"b1\""));
+  v1::StreamStart start = Start({"a"});
+  start.set_group("g");
+  EXPECT_EQ(Take(start).ids.size(), 10u);
+  request.set_ids(1, "a2");
+  ASSERT_OK(acknowledge());
+  ASSERT_OK(acknowledge());
+  const Ids rest = Take(start).ids;
+  EXPECT_EQ(rest.size(), 8u);
+  EXPECT_EQ(std::ranges::count(rest, "a7") + std::ranges::count(rest, "a2"), 0);
+  EXPECT_EQ(Take(Start({"a"})).ids.size(), 10u) << "another group's";
+}
+
 TEST_F(StreamOrderTest, WhatCannotBeFetchedIsNamed) {
   v1::GetSamplesRequest request;
   request.set_job("a");

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import os
 import time
-from typing import Any, Iterable, Iterator, Sequence
+from typing import Any, Callable, Iterable, Iterator, Sequence
 
 import grpc
 
@@ -17,6 +17,7 @@ from statetap.wire import parse
 _ENDED = {jobs_pb2.JOB_STATE_SUCCEEDED, jobs_pb2.JOB_STATE_FAILED, jobs_pb2.JOB_STATE_CANCELLED}
 _MAX_BATCH_BYTES, _MAX_BATCH_SAMPLES = (4 << 20) - 4096, 10_000
 _DEADLINE_SECONDS = 30.0
+_DELETING_SECONDS = 600.0  # of a call that may rewrite many shards
 _PATIENCE_SECONDS = 120.0
 
 
@@ -44,14 +45,16 @@ class Client:
         options = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1), ("grpc.enable_http_proxy", 0),
                    ("grpc.initial_reconnect_backoff_ms", 100), ("grpc.max_reconnect_backoff_ms", 2000)]  # fmt: skip
         self._channel = grpc.insecure_channel(server, options)
-        self._jobs = jobs_pb2_grpc.JobsStub(self._channel)
-        self._model = model_pb2_grpc.ModelStub(self._channel)
+        self._jobs = jobs_pb2_grpc.JobsStub(self._channel)  # type: ignore[no-untyped-call]
+        self._model = model_pb2_grpc.ModelStub(self._channel)  # type: ignore[no-untyped-call]
         service = "/statetap.v1.Features/"
         self._stream_features = self._channel.stream_stream(
             service + "StreamFeatures", features_pb2.StreamFeaturesRequest.SerializeToString, parse)
         self._get_samples = self._channel.unary_stream(service + "GetSamples", features_pb2.GetSamplesRequest.SerializeToString, parse)
         self._describe = self._channel.unary_unary(
             service + "DescribeStream", features_pb2.StreamStart.SerializeToString, features_pb2.StreamDescription.FromString)
+        self._acknowledge = self._channel.unary_unary(
+            service + "Acknowledge", features_pb2.AcknowledgeRequest.SerializeToString, features_pb2.AcknowledgeResponse.FromString)
 
     def close(self) -> None:
         self._channel.close()
@@ -102,11 +105,13 @@ class Client:
                 size += bytes_more
             yield batch
 
-        return self._ask(lambda _: self._jobs.CreateJob(requests()), attempts=1)
+        created: jobs_pb2.Job = self._ask(lambda _: self._jobs.CreateJob(requests()), attempts=1)
+        return created
 
     def show(self, job: "str | jobs_pb2.Job") -> jobs_pb2.Job:
         request = jobs_pb2.GetJobRequest(job=_name(job))
-        return self._ask(lambda deadline: self._jobs.GetJob(request, timeout=deadline))
+        shown: jobs_pb2.Job = self._ask(lambda deadline: self._jobs.GetJob(request, timeout=deadline))
+        return shown
 
     def list(self) -> Sequence[jobs_pb2.Job]:
         """All jobs, newest first."""
@@ -147,7 +152,8 @@ class Client:
 
     def model(self) -> model_pb2.ModelDescription:
         """What the server serves."""
-        return self._ask(lambda deadline: self._model.DescribeModel(model_pb2.DescribeModelRequest(), timeout=deadline))
+        served: model_pb2.ModelDescription = self._ask(lambda deadline: self._model.DescribeModel(model_pb2.DescribeModelRequest(), timeout=deadline))
+        return served
 
     # States -------------------------------------------------------------------------------------------------------------------
 
@@ -159,7 +165,8 @@ class Client:
     def header(self, job: "str | jobs_pb2.Job") -> features_pb2.StreamHeader:
         """What holds for all samples of a job: hidden, layers, boundaries, eps, model, the shards' attributes. OUT_OF_RANGE without a sample."""
         request = features_pb2.GetSamplesRequest(job=_name(job), rows=[0], boundaries=[-1])
-        return self._ask(lambda deadline: next(iter(self._get_samples(request, timeout=deadline))).header)
+        header: features_pb2.StreamHeader = self._ask(lambda deadline: next(iter(self._get_samples(request, timeout=deadline))).header)
+        return header
 
     def fetch(
         self,
@@ -191,6 +198,15 @@ class Client:
                     raise self._explain(error) from None
                 time.sleep(pause)
                 pause = min(5.0, 2 * pause)
+
+    def acknowledge(self, job: "str | jobs_pb2.Job", ids: Iterable[str], *, group: str = "default") -> None:
+        """The group is done with these samples, as the acknowledgements of its streams say it: they are not sent to it again, and a server with
+        `--retain until-acked` may delete their states. For samples that were fetched; NOT_FOUND names one that is not there."""
+        left = list(ids)
+        while left:
+            request = features_pb2.AcknowledgeRequest(job=_name(job), group=group, ids=left[:_MAX_BATCH_SAMPLES])
+            self._ask(lambda _: self._acknowledge(request, timeout=_DELETING_SECONDS))
+            left = left[_MAX_BATCH_SAMPLES:]
 
     def stream(
         self,
@@ -226,7 +242,8 @@ class Client:
     ) -> features_pb2.StreamDescription:  # fmt: skip
         """What such a stream holds now, and how much of it the group has acknowledged."""
         start = self._start(jobs, group, rank, world, equal_counts, None, where, False, 0)
-        return self._ask(lambda deadline: self._describe(start, timeout=deadline))
+        description: features_pb2.StreamDescription = self._ask(lambda deadline: self._describe(start, timeout=deadline))
+        return description
 
     def _start(
         self, jobs: "str | jobs_pb2.Job | Sequence[str | jobs_pb2.Job]", group: str, rank: int, world: int, equal_counts: bool,
@@ -247,7 +264,7 @@ class Client:
                 return
             request.page_token = page.next_page_token
 
-    def _ask(self, call: Any, attempts: int = 4) -> Any:
+    def _ask(self, call: Callable[[float], Any], attempts: int = 4) -> Any:
         """A call that changes nothing is tried again while the server cannot be reached."""
         pause = 0.2
         while True:

@@ -29,7 +29,8 @@ class FeatureStream(IterableDataset[Sample]):
         for epoch in range(3):
             for batch in stream.batches(collate_fn=Pad(), num_workers=2):
                 train(batch)
-                save(stream.state_dict())          # goes back with load_state_dict(): what counts is the trainer's checkpoint
+                save(state := stream.state_dict())  # goes back with load_state_dict(): what counts is the trainer's checkpoint
+                stream.saved(state)                 # with retain="checkpoint": once the file is safe
         DataLoader(stream, batch_size=8)           # works too; call set_epoch(e) before each epoch then
 
     jobs            ids, names or Job messages; their samples are one set
@@ -40,11 +41,15 @@ class FeatureStream(IterableDataset[Sample]):
     shuffle, seed   the order of epoch e depends on seed and e alone
     rank, world     Default: torch.distributed's, else the environment's RANK and WORLD_SIZE, else 0 of 1
     wait            wait until the jobs have ended. Default: ValueError for one that runs, as its ranks would count differently
+    retain          what a server with `--retain until-acked` has to keep for this training. "all" (default): nothing is acknowledged, so
+                    everything. "checkpoint": all but what a saved checkpoint is past in the last epoch; needs `epochs` and calls of saved()
+    group           under which acknowledgements are noted, as in Client.stream
+    epochs          how many there are; more are refused. Default: any number
 
     Every rank gets the same number of whole batches; the samples at the end of the order that do not fill them are left out of this epoch
     (`left_out`), others in the next. len() is the number of samples of this rank in an epoch.
 
-    Nothing is acknowledged: a server with `--retain until-acked` keeps what this class reads. Each process has a connection of its own.
+    Each process has a connection of its own.
     """
 
     def __init__(
@@ -60,10 +65,18 @@ class FeatureStream(IterableDataset[Sample]):
         rank: int | None = None,
         world: int | None = None,
         wait: bool = False,
+        retain: str = "all",
+        group: str = "default",
+        epochs: int | None = None,
         as_torch: bool = True,
     ) -> None:
         if batch_size < 1:
             raise ValueError(f"batch_size {batch_size}: give 1 or more")
+        if retain not in ("all", "checkpoint"):
+            raise ValueError(f"retain {retain!r}: give all or checkpoint")
+        if retain == "checkpoint" and epochs is None:
+            raise ValueError('retain "checkpoint": give epochs, too; states may go only in the last one')
+        self.retain, self.group, self.epochs = retain, group, epochs
         self.batch_size, self.shuffle, self.seed, self.as_torch = batch_size, shuffle, seed, as_torch
         self.rank, self.world = _placed(rank, world)
         self.where = where
@@ -79,6 +92,7 @@ class FeatureStream(IterableDataset[Sample]):
             raise ValueError(f"{len(self._samples)} samples of {self.jobs} for {self.world} ranks with batches of {batch_size}: none has a batch")
         self.epoch = 0
         self.position = 0  # samples of this rank that the trainer has had in this epoch
+        self._acknowledged = 0  # samples of this rank's last epoch
 
     def __len__(self) -> int:
         return len(self._samples) // (self.world * self.batch_size) * self.batch_size
@@ -89,12 +103,22 @@ class FeatureStream(IterableDataset[Sample]):
 
     def order(self, epoch: int) -> "list[tuple[str, str]]":
         """This rank's samples of an epoch as (job, id)."""
-        places = np.random.Generator(np.random.Philox(key=[self.seed, epoch])).permutation(len(self._samples)) if self.shuffle else np.arange(len(self._samples))
-        mine = places[: len(self) * self.world].reshape(-1, self.world, self.batch_size)[:, self.rank].reshape(-1)
-        return [(self.jobs[n], id) for n, id in (self._samples[p] for p in mine)]
+        dealt = self._places(epoch)[: len(self) * self.world]
+        return self._named(dealt.reshape(-1, self.world, self.batch_size)[:, self.rank].reshape(-1))
+
+    def _places(self, epoch: int) -> np.ndarray:
+        """All samples in the order of an epoch, those that are left out last."""
+        if not self.shuffle:
+            return np.arange(len(self._samples))
+        return np.random.Generator(np.random.Philox(key=[self.seed, epoch])).permutation(len(self._samples))
+
+    def _named(self, places: np.ndarray) -> "list[tuple[str, str]]":
+        return [(self.jobs[n], id) for n, id in (self._samples[p] for p in places)]
 
     def __iter__(self) -> Iterator[Sample]:
         """From `position` on: all of this rank's samples or, in a DataLoader's worker, this worker's share of whole batches."""
+        if self.epochs is not None and self.epoch >= self.epochs:
+            raise ValueError(f"epoch {self.epoch} (from 0) of {self.epochs}: give more epochs")
         order = self.order(self.epoch)
         first_batch, rest = divmod(self.position, self.batch_size)
         if rest:
@@ -125,10 +149,28 @@ class FeatureStream(IterableDataset[Sample]):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on where the checkpoint was written. ValueError names what differs in what decides about the order."""
+        self._check(state)
+        self.epoch, self.position = state["epoch"], state["position"]
+
+    def saved(self, state: dict[str, Any]) -> None:
+        """The checkpoint with this state_dict() is safe, and training will go back to none before it. With retain "checkpoint" the samples that it is
+        past in the last epoch are acknowledged, and with the end of that epoch those that were left out; each rank says it for its own.
+        Killed before this call, a trainer has lost nothing: states are kept for the checkpoint before."""
+        self._check(state)
+        if self.retain == "all" or self.epochs is None or state["epoch"] < self.epochs - 1:
+            return
+        ended = state["epoch"] >= self.epochs
+        done = self.order(self.epochs - 1)[self._acknowledged : len(self) if ended else state["position"]]
+        left_out = self._named(self._places(self.epochs - 1)[len(self) * self.world :]) if ended and self.rank == 0 else []
+        with Client(self.server) as client:
+            for job in self.jobs:
+                client.acknowledge(job, [id for of, id in done + left_out if of == job], group=self.group)
+        self._acknowledged += len(done)
+
+    def _check(self, state: dict[str, Any]) -> None:
         for name, value in self._configuration().items():
             if state.get(name) != value:
                 raise ValueError(f"{name} is {value!r} here and {state.get(name)!r} in the checkpoint: the order would be another one")
-        self.epoch, self.position = state["epoch"], state["position"]
 
     def _configuration(self) -> dict[str, Any]:
         return {"jobs": list(self.jobs), "where": self.where, "samples": len(self._samples), "batch_size": self.batch_size, "shuffle": self.shuffle,
