@@ -10,11 +10,20 @@ class Writer {
   explicit Writer(const MarkedTextStyle& style) : style_(style) {}
 
   void Mark(bool begins) {
+    supervised_ = begins;
     if (style_.colour) {
-      out_ += begins ? "\x1b[32m" : "\x1b[39m";
+      Colour();
     } else {
       Put(begins ? "⟦" : "⟧", 1);
     }
+  }
+
+  void Special(std::string_view text) {
+    if (!style_.colour) return Text(text);
+    out_ += supervised_ ? "\x1b[35;4m" : "\x1b[35m";
+    Text(text);
+    if (supervised_) out_ += "\x1b[24m";
+    Colour();
   }
 
   void Text(std::string_view text) {
@@ -41,6 +50,8 @@ class Writer {
   std::string Take() { return std::move(out_); }
 
  private:
+  void Colour() { out_ += supervised_ ? "\x1b[32m" : "\x1b[39m"; }
+
   void Dim(const std::string& text) {
     Break(DisplayWidth(text));
     if (style_.colour) out_ += "\x1b[2m";
@@ -63,7 +74,25 @@ class Writer {
   const MarkedTextStyle& style_;
   std::string out_;
   int column_ = 0;
+  bool supervised_ = false;
 };
+
+// What is written at once: a special token, or text of one mask value, token by token with ids.
+struct Part {
+  size_t begin, end;
+  bool special;
+};
+
+std::vector<Part> PartsOf(const MaskRun& run, std::string_view special, bool ids) {
+  std::vector<Part> parts;
+  for (size_t t = run.begin; t < run.end; ++t) {
+    const bool is_special = special[t] != 0;
+    if (ids || is_special || parts.empty() || parts.back().special)
+      parts.push_back({t, t, is_special});
+    parts.back().end = t + 1;
+  }
+  return parts;
+}
 
 }  // namespace
 
@@ -93,24 +122,31 @@ MarkedTextStyle StyleFor(const Context& context, const MarkedTextFlags& flags) {
 
 absl::StatusOr<std::string> MarkedText(TokenText& text, const std::vector<int32_t>& ids,
                                        std::string_view loss_mask, const MarkedTextStyle& style) {
-  const std::vector<MaskRun> runs = RunsOf(loss_mask);
-  std::vector<std::vector<int32_t>> parts;  // a run joined, or its tokens one by one
-  for (const MaskRun& run : runs) {
-    const size_t step = style.ids ? 1 : run.end - run.begin;
-    for (size_t t = run.begin; t < run.end; t += step)
-      parts.emplace_back(ids.begin() + static_cast<ptrdiff_t>(t),
-                         ids.begin() + static_cast<ptrdiff_t>(t + step));
+  std::string special;
+  if (style.colour) {
+    STATETAP_ASSIGN_OR_RETURN(special, text.SpecialsOf(ids));
   }
-  STATETAP_ASSIGN_OR_RETURN(const std::vector<std::string> texts, text.TextOf(parts));
+  special.resize(ids.size());  // an older server does not say
+  std::vector<std::vector<Part>> runs;
+  std::vector<std::vector<int32_t>> pieces;
+  const std::vector<MaskRun> masked = RunsOf(loss_mask);
+  for (const MaskRun& run : masked) {
+    runs.push_back(PartsOf(run, special, style.ids));
+    for (const Part& part : runs.back())
+      pieces.emplace_back(ids.begin() + static_cast<ptrdiff_t>(part.begin),
+                          ids.begin() + static_cast<ptrdiff_t>(part.end));
+  }
+  STATETAP_ASSIGN_OR_RETURN(const std::vector<std::string> texts, text.TextOf(pieces));
   Writer writer(style);
-  size_t part = 0;
-  for (const MaskRun& run : runs) {
-    if (run.supervised) writer.Mark(/*begins=*/true);
-    for (size_t t = run.begin; t < run.end; t += parts[part++].size()) {
-      writer.Text(texts[part]);
-      if (style.ids) writer.Id(ids[t]);
+  auto next = texts.begin();
+  for (size_t run = 0; run < runs.size(); ++run) {
+    if (masked[run].supervised) writer.Mark(/*begins=*/true);
+    for (const Part& part : runs[run]) {
+      part.special ? writer.Special(*next) : writer.Text(*next);
+      ++next;
+      if (style.ids) writer.Id(ids[part.begin]);
     }
-    if (run.supervised) writer.Mark(/*begins=*/false);
+    if (masked[run].supervised) writer.Mark(/*begins=*/false);
   }
   return writer.Take();
 }

@@ -20,7 +20,9 @@ struct MaskRun {
 std::vector<MaskRun> RunsOf(std::string_view loss_mask);
 
 struct MarkedTextStyle {
-  bool colour = false;      // supervised text is green, else in ⟦ ⟧
+  // Supervised text is green, special tokens magenta, underlined where supervised. Without it
+  // supervised text stands in ⟦ ⟧, and special tokens look like text.
+  bool colour = false;
   bool ids = false;         // each token's id behind its text, in ‹ ›
   bool whitespace = false;  // see VisibleSpace; a line feed as ↵ before the break
   int width = 0;            // columns; 0: lines are as long as the text's

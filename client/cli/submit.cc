@@ -65,7 +65,7 @@ std::string DescribeKinds(const InputSummary& summary) {
   return text;
 }
 
-// Chats that these options make rejected samples, and what would help; empty if there are none.
+// Samples that these options make rejected, and what would help; empty if there are none.
 std::string DescribeRejects(const InputSummary& summary, const v1::JobOptions& options) {
   const bool generate = options.mode() == v1::JOB_MODE_GENERATE;
   const int64_t finished = CountOf(summary, LineKind::kFinishedChat);
@@ -78,6 +78,16 @@ std::string DescribeRejects(const InputSummary& summary, const v1::JobOptions& o
     return fmt::format(
         "{} of them will be rejected: they hold no answer. --mode generate has it written",
         FormatCount(summary.chats_without_answer));
+  const int64_t no_chats =
+      CountOf(summary, LineKind::kPrompt) + CountOf(summary, LineKind::kTokens);
+  const bool supervises = options.supervise() == "all" ||
+                          (options.has_supervise_thought() && !options.supervise_thought()) ||
+                          (options.has_supervise_stop() && !options.supervise_stop());
+  if (!generate && supervises && no_chats > 0)
+    return fmt::format(
+        "{} of them will be rejected: they are no chats, so that --supervise… would do nothing. "
+        "Submit them apart, with the loss_mask that is meant",
+        FormatCount(no_chats));
   return "";
 }
 

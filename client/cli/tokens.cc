@@ -81,6 +81,7 @@ class Printer {
       return context_.PrintJson({{"id", rendered.id()}, {"error", rendered.error()}});
     Json json = JsonOf(rendered);
     json.erase("error");
+    json.erase("special");
     context_.PrintJson(json);
   }
 
@@ -129,8 +130,9 @@ absl::StatusOr<int> Tokens(Context& context, const TokensFlags& flags) {
 Command TokensCommand() {
   return {
       "tokens", "What the model would see of each line: text, ids, loss mask",
-      "The supervised part is green on a terminal, else in ⟦ ⟧; --json has ids and mask whole. No "
-      "length limit is applied.\n\n"
+      "The supervised part is green on a terminal, else in ⟦ ⟧; special tokens are magenta there, "
+      "underlined where supervised, and text that spells one is not. --json has ids and mask "
+      "whole. No length limit is applied.\n\n"
       "Examples:\n  statetap tokens prompts.jsonl --thinking off | less\n"
       "  statetap tokens chats.jsonl --turns each --ids\n"
       "  statetap tokens chats.jsonl --model models/tiny-kimi --json    # without a server",

@@ -59,6 +59,20 @@ bool HasAnswer(const Json& messages) {
   return std::any_of(messages.begin(), messages.end(), IsAssistant);
 }
 
+// Of text that is no chat the mask is given, or all of it: nothing in it could be taken out.
+std::optional<std::string> IdleSupervision(const TextPlan& plan) {
+  const Supervision& supervision = plan.render.supervision;
+  std::string_view option;
+  if (supervision.answers == Answers::kAll) option = "supervise all";
+  if (!supervision.thought) option = "supervise_thought off";
+  if (!supervision.stop) option = "supervise_stop off";
+  if (plan.generate || option.empty()) return std::nullopt;
+  return fmt::format(
+      "option {} concerns chats, and this sample is none: its loss_mask is what is supervised; "
+      "submit it apart, without that option",
+      option);
+}
+
 // What can be rendered and yet gives no sample of a job.
 absl::Status CheckForJob(const Json& messages, bool generate) {
   if (generate && EndsWithAnswer(messages))
@@ -239,6 +253,10 @@ std::string ContentDigest(const v1::SampleInput& sample) { return HexOf(ContentH
 
 std::vector<SampleText> TextsOf(const v1::SampleInput& sample, const TextPlan& plan,
                                 const TextModel& model, TextPurpose purpose) {
+  if (!sample.has_chat()) {
+    if (std::optional<std::string> idle = IdleSupervision(plan))
+      return {Refused("input", *std::move(idle))};
+  }
   std::vector<SampleText> texts;
   switch (sample.content_case()) {
     case v1::SampleInput::kChat: texts = TextsOfChat(sample, plan, model, purpose); break;
@@ -282,6 +300,8 @@ std::vector<v1::Rendered> RenderSample(const v1::SampleInput& sample, const v1::
     one.set_text(text.text);
     one.mutable_input_ids()->Assign(text.ids.begin(), text.ids.end());
     one.set_loss_mask(text.mask.data(), text.mask.size());
+    for (const int32_t id : text.ids)
+      one.mutable_special()->push_back(model.tokenizer->IsSpecial(id) ? '\1' : '\0');
   }
   return rendered;
 }

@@ -219,7 +219,8 @@ TEST(TextWidthTest, WhatHasNoInkIsVisible) {
 // Id i is the i-th of these texts.
 class FixedText : public TokenText {
  public:
-  explicit FixedText(std::vector<std::string> texts) : texts_(std::move(texts)) {}
+  explicit FixedText(std::vector<std::string> texts, std::vector<int32_t> special = {})
+      : texts_(std::move(texts)), special_(std::move(special)) {}
   absl::StatusOr<std::vector<std::string>> TextOf(
       const std::vector<std::vector<int32_t>>& runs) override {
     std::vector<std::string> joined;
@@ -229,9 +230,15 @@ class FixedText : public TokenText {
     }
     return joined;
   }
+  absl::StatusOr<std::string> SpecialsOf(const std::vector<int32_t>& ids) override {
+    std::string specials;
+    for (const int32_t id : ids) specials += std::ranges::count(special_, id) > 0 ? '\1' : '\0';
+    return specials;
+  }
 
  private:
   std::vector<std::string> texts_;
+  std::vector<int32_t> special_;
 };
 
 TEST(MarkedTextTest, MarksIdsAndSpace) {
@@ -246,6 +253,21 @@ TEST(MarkedTextTest, MarksIdsAndSpace) {
   EXPECT_EQ(marked({.whitespace = true}), "ab⟦·c↵\n日本⟧\\x1b");
   EXPECT_EQ(marked({.colour = true}), "ab\x1b[32m c\n日本\x1b[39m\x1b[2m\\x1b\x1b[22m");
   EXPECT_EQ(marked({.colour = true, .whitespace = true}).find('\x07'), std::string::npos);
+}
+
+TEST(MarkedTextTest, SpecialTokensHaveAColourThatTextSpellingThemHasNot) {
+  FixedText text({"<|end|>", "<|end|>", "a b"}, {0});
+  const std::vector<int32_t> ids = {0, 1, 2, 0, 0};
+  const std::string mask("\0\0\1\1\1", 5);
+  const auto marked = [&](const MarkedTextStyle& style) {
+    return MarkedText(text, ids, mask, style).value();
+  };
+  const std::string supervised = "\x1b[35;4m<|end|>\x1b[24m\x1b[32m";
+  EXPECT_EQ(marked({.colour = true}),
+            "\x1b[35m<|end|>\x1b[39m<|end|>\x1b[32ma b" + supervised + supervised + "\x1b[39m");
+  EXPECT_NE(marked({.colour = true, .whitespace = true}).find("a\x1b[2m·\x1b[22mb"),
+            std::string::npos);
+  EXPECT_EQ(marked({}), "<|end|><|end|>⟦a b<|end|><|end|>⟧") << "none where it is piped";
 }
 
 TEST(MarkedTextTest, LinesKeepToTheTerminal) {

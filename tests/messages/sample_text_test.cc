@@ -149,6 +149,30 @@ TEST_F(SampleTextTest, MaskOptionsLeaveOutThoughtsAndStops) {
             "r1</think>" + calls + "r2</think>a1<|im_end|>r3</think>a2<|im_end|>");
 }
 
+TEST_F(SampleTextTest, MaskOptionsThatWouldDoNothingRefuseTheSample) {
+  v1::SampleInput ids, prompt;
+  ids.mutable_tokens()->add_ids(5);
+  prompt.set_prompt("p");
+  for (const v1::SampleInput& sample : {ids, prompt}) {
+    const auto refused = [&](auto change) {
+      v1::JobOptions options = Prefill();
+      change(options);
+      const SampleText text = Texts(sample, options).at(0);
+      return text.refusal ? text.refusal->message : "";
+    };
+    EXPECT_THAT(refused([](auto& o) { o.set_supervise("all"); }), HasSubstr("supervise all"));
+    EXPECT_THAT(refused([](auto& o) { o.set_supervise_thought(false); }),
+                HasSubstr("supervise_thought off"));
+    EXPECT_THAT(refused([](auto& o) { o.set_supervise_stop(false); }),
+                HasSubstr("supervise_stop off"));
+    EXPECT_EQ(refused([](auto& o) { o.set_supervise_stop(true); }), "");
+    // Of an answer that is written anew they hold, whatever is in front of it.
+    v1::JobOptions generate;
+    generate.set_supervise_stop(false);
+    EXPECT_FALSE(Texts(sample, generate).at(0).refusal);
+  }
+}
+
 TEST_F(SampleTextTest, CountsWhatWasDroppedAndFromWhere) {
   const auto counts = [&](std::string_view keep, bool generate = false) {
     v1::JobOptions options = Prefill();
@@ -282,6 +306,10 @@ TEST_F(SampleTextTest, RenderedSamplesOfAChatAreNumbered) {
   const auto rendered = RenderSample(Chat(kTwoAnswers), Prefill("each"), model());
   ASSERT_EQ(rendered.size(), 3u);
   EXPECT_EQ(rendered[0].id(), "c/1");
+  for (int t = 0; t < rendered[0].input_ids_size(); ++t) {
+    EXPECT_EQ(rendered[0].special()[static_cast<size_t>(t)] == 1,
+              tokenizer_.IsSpecial(rendered[0].input_ids(t)));
+  }
   EXPECT_EQ(rendered[2].id(), "c/3");
   EXPECT_EQ(rendered[2].text(),
             tokenizer_.Decode({rendered[2].input_ids().data(),
