@@ -20,10 +20,12 @@ class Counts:
         self.by_source: dict[str, np.ndarray] = {}
 
     def add(self, source: str, input_ids: np.ndarray, loss_mask: np.ndarray) -> None:
-        counted = np.bincount(input_ids[loss_mask != 0], minlength=self.vocab)
-        if len(counted) > self.vocab:
-            raise ValueError(f"token {len(counted) - 1} of source {source!r} is not below the vocabulary of {self.vocab}: another model's")
-        self.by_source[source] = self.by_source.get(source, 0) + counted
+        supervised = input_ids[loss_mask != 0]
+        if len(supervised) and supervised.max() >= self.vocab:
+            raise ValueError(f"token {supervised.max()} of source {source!r} is not below the vocabulary of {self.vocab}: another model's")
+        if source not in self.by_source:
+            self.by_source[source] = np.zeros(self.vocab, np.int64)
+        np.add.at(self.by_source[source], supervised, 1)  # at its own cost, not the vocabulary's
 
     @property
     def total(self) -> np.ndarray:
