@@ -17,7 +17,7 @@ from typing import Iterable
 import numpy as np
 
 from statetap.checkpoint import Checkpoint
-from statetap.drafter import Drafter, load
+from statetap.drafter import Drafter, load, named_taps
 from statetap.errors import StatetapError
 from statetap.sample import Sample
 from statetap.source import Source
@@ -43,7 +43,8 @@ class Acceptance:
     @property
     def by_position(self) -> np.ndarray:
         """Share of drafts accepted up to and including each position."""
-        return self.accepted / np.maximum(1, self.drafts)
+        shares: np.ndarray = self.accepted / np.maximum(1, self.drafts)
+        return shares
 
     @property
     def length(self) -> float:
@@ -147,8 +148,7 @@ def _run(options: argparse.Namespace) -> "tuple[dict[str, object], list[str]]":
         raise ValueError(f"--steps {options.steps}: give 1 or more")
     model = Checkpoint(options.model) if options.model else None
     drafter = load(options.drafter, model).to(options.device)
-    config = json.loads((options.drafter / "config.json").read_text())
-    named = config.get("eagle_aux_hidden_state_layer_ids") or config.get("eagle_config", {}).get("eagle_aux_hidden_state_layer_ids")
+    named = named_taps(json.loads((options.drafter / "config.json").read_text()))
     taps = options.taps or named
     if taps is None and not options.search:
         raise ValueError(f"{options.drafter}: its config names no taps; give --taps, or --search")

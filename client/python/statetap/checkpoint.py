@@ -10,7 +10,7 @@ import numpy as np
 from statetap.files import round_to_bf16
 from statetap.sample import float32
 
-_DTYPES = {"BF16": np.dtype("<u2"), "F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "I64": np.dtype("<i8"), "BOOL": np.dtype("?")}
+_DTYPES: dict[str, np.dtype[Any]] = {"BF16": np.dtype("<u2"), "F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "I64": np.dtype("<i8"), "BOOL": np.dtype("?")}
 EMBEDDINGS, HEAD, NORM = "embed_tokens.weight", "lm_head.weight", "model.norm.weight"
 
 

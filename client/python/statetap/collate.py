@@ -23,7 +23,6 @@ except ImportError:
     raise missing_package("torch", "torch", "statetap.collate") from None
 
 
-
 class Shift(enum.Enum):
     """Which tensors are moved against the taps."""
 
@@ -88,7 +87,6 @@ class Pack:
         batch["attention_mask"][0, :at] = 1
         batch["lengths"] = torch.tensor([at])
         return batch
-
 
 
 def _rows(sample: Sample, shift: Shift) -> "tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int]":

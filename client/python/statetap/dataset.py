@@ -81,14 +81,19 @@ class ShardDataset:
         return len(self._shard)
 
     def __getitem__(self, i: int) -> Sample:
+        shard, place = self.locate(i)
+        sample = shard.sample(place, self.boundaries)
+        return sample.torch() if self.as_torch else sample
+
+    def locate(self, i: int) -> "tuple[Shard, int]":
+        """The file of sample i, and its place there."""
         if not -len(self) <= i < len(self):
             raise IndexError(f"sample {i} of {len(self)}")
-        sample = self.shards[self._shard[i]].sample(int(self._sample[i]), self.boundaries)
-        return sample.torch() if self.as_torch else sample
+        return self.shards[int(self._shard[i])], int(self._sample[i])
 
     def ids(self) -> list[str]:
         """Of the samples, in the dataset's order."""
-        return [self.shards[s].column("id")[i] for s, i in zip(self._shard, self._sample)]
+        return [shard.column("id")[place] for shard, place in map(self.locate, range(len(self)))]
 
     def attributes(self) -> dict[str, Any]:
         """The first file's: model, digests, eps, template (docs/shard-format.md)."""

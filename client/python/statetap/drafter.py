@@ -24,6 +24,13 @@ except ImportError:
     raise missing_package("torch", "torch", "statetap.drafter") from None
 
 
+def named_taps(config: Mapping[str, Any]) -> "list[int] | None":
+    """The boundaries that a config.json names, as vLLM, speculators and SGLang since May 2026 count them; older SGLang adds one."""
+    name = "eagle_aux_hidden_state_layer_ids"
+    taps: "list[int] | None" = config.get(name) or config.get("eagle_config", {}).get(name)
+    return taps
+
+
 @dataclass(frozen=True)
 class DrafterConfig:
     hidden: int
@@ -47,7 +54,7 @@ class DrafterConfig:
         rope = dict(layer.get("rope_parameters") or layer.get("rope_scaling") or {})
         rope.setdefault("rope_theta", layer.get("rope_theta", 10000.0))
         hidden, heads = layer["hidden_size"], layer["num_attention_heads"]
-        taps = config.get("eagle_aux_hidden_state_layer_ids") or config.get("eagle_config", {}).get("eagle_aux_hidden_state_layer_ids") or [0, 0, 0]
+        taps = named_taps(config) or [0, 0, 0]
         return cls(
             hidden=hidden, intermediate=layer["intermediate_size"], num_heads=heads, num_kv_heads=layer.get("num_key_value_heads", heads),
             head_dim=layer.get("head_dim") or hidden // heads, vocab=layer["vocab_size"],
@@ -70,6 +77,7 @@ class Drafter(nn.Module):
     """Parameters are named as speculators and vLLM name them (layers.0.…), in fp32."""
 
     d2t: torch.Tensor
+    embeddings: torch.Tensor
     frequencies: torch.Tensor
 
     def __init__(self, config: DrafterConfig, embeddings: torch.Tensor) -> None:
@@ -95,7 +103,8 @@ class Drafter(nn.Module):
 
     def forward(self, taps: torch.Tensor, ids: torch.Tensor, steps: int) -> "list[torch.Tensor]":
         """taps [S, taps, hidden], ids [S], one sample. Logits over the draft vocabulary by step: of step j [S - j, draft_vocab]."""
-        layer, rows = self.layers[0], len(ids) - 1
+        layer: Any = self.layers[0]
+        rows = len(ids) - 1
         feature = taps[:rows].float().flatten(1)
         state = self.fc(self.input_norm(feature) if self.input_norm is not None else feature)
         tokens = torch.cat([ids, ids.new_zeros(steps)])
@@ -119,7 +128,8 @@ class Drafter(nn.Module):
         return logits
 
     def _project(self, x: torch.Tensor, positions: torch.Tensor) -> "tuple[torch.Tensor, torch.Tensor, torch.Tensor]":
-        attention, c = self.layers[0].self_attn, self.config
+        layer: Any = self.layers[0]
+        attention, c = layer.self_attn, self.config
         query, key, value = (project(x).view(len(x), -1, c.head_dim).transpose(0, 1) for project in (attention.q_proj, attention.k_proj, attention.v_proj))
         angles = positions[:, None] * self.frequencies
         cos, sin = (torch.cat([f(angles)] * 2, -1) * self._rope_scale for f in (torch.cos, torch.sin))
@@ -136,13 +146,14 @@ class Drafter(nn.Module):
         causal = torch.ones(rows, rows, dtype=torch.bool, device=query.device).triu(1)
         scores = [(query @ keys[0].transpose(1, 2)).masked_fill(causal, -torch.inf), *((query * key).sum(-1, keepdim=True) for key in keys[1:])]
         weights = (torch.cat(scores, -1) * scale).softmax(-1)
-        out = weights[..., :rows] @ values[0]
+        out: torch.Tensor = weights[..., :rows] @ values[0]
         for i, value in enumerate(values[1:]):
             out = out + weights[..., rows + i, None] * value
         return out.transpose(0, 1).flatten(1)
 
     def target_ids(self, draft_ids: torch.Tensor) -> torch.Tensor:
-        return draft_ids + self.d2t[draft_ids]
+        ids: torch.Tensor = draft_ids + self.d2t[draft_ids]
+        return ids
 
 
 def _rope(c: DrafterConfig) -> "tuple[torch.Tensor, float]":

@@ -89,12 +89,13 @@ class _Handler(BaseHTTPRequestHandler):
         try:
             request = json.loads(body)
             ids = np.array(request["prompt"], np.int64)
-            assert ids.ndim == 1 and len(ids)
-        except (ValueError, KeyError, TypeError, OverflowError, AssertionError):
+        except (ValueError, KeyError, TypeError, OverflowError):
+            ids = np.array(0)
+        if ids.ndim != 1 or not len(ids):
             return self._answer(400, _error("prompt must be a list of token ids"))
         try:
             return self._answer(*self.server.complete(ids))
-        except StatetapError as error:
+        except (StatetapError, OSError) as error:  # the server does not answer; no room for the file
             return self._answer(503, _error(str(error)))
 
     def _answer(self, status: int, body: dict[str, Any]) -> None:

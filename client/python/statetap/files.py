@@ -53,7 +53,7 @@ def _array(tensor: Tensor) -> np.ndarray:
 
 def _bytes(tensor: Tensor) -> memoryview:
     array = _array(tensor)
-    return memoryview(array.reshape(-1).view(np.uint8)) if array.size else memoryview(b"")
+    return array.reshape(-1).view(np.uint8).data if array.size else memoryview(b"")
 
 
 def write_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:

@@ -72,7 +72,7 @@ class Sample:
             import torch
         except ImportError:
             raise missing_package("torch", "torch", "Sample.torch()") from None
-        arrays = {name: torch.from_numpy(getattr(self, name)) for name in ("input_ids", "loss_mask", "logprobs", "entropies")}
+        arrays: dict[str, Any] = {name: torch.from_numpy(getattr(self, name)) for name in ("input_ids", "loss_mask", "logprobs", "entropies")}
         block = torch.from_numpy(self.block.view(np.int16)).view(torch.bfloat16)
         return dataclasses.replace(self, block=block, **arrays)
 

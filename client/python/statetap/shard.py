@@ -21,7 +21,7 @@ except ImportError:  # said where it is needed
 
 _TRAILER = struct.Struct("<5Q16s")
 _MAGIC = b"statetap-shard-1"
-_DTYPES = {0: np.dtype("u1"), 1: np.dtype("<i4"), 4: np.dtype("<f4"), 6: np.dtype("<u2"), 7: np.dtype("u1")}
+_DTYPES: dict[int, np.dtype[Any]] = {0: np.dtype("u1"), 1: np.dtype("<i4"), 4: np.dtype("<f4"), 6: np.dtype("<u2"), 7: np.dtype("u1")}
 _MAX_OPEN_FILES = 32
 
 
@@ -64,7 +64,7 @@ class _Table:
     def read(self, path: str, begin: int, end: int, to: np.ndarray) -> None:
         """Rows [begin, end) into `to`, contiguous."""
         file = _files.get(path)
-        view, at = memoryview(to).cast("B"), 0
+        view, at = to.data.cast("B"), 0
         for offset, size in self._extents(begin, end):
             while size > 0:
                 got = os.preadv(file.fd, [view[at : at + size]], offset)
@@ -74,7 +74,8 @@ class _Table:
 
     def _extents(self, begin: int, end: int) -> "list[tuple[int, int]]":
         """(offset, size) of rows [begin, end), neighbours joined."""
-        first, joined = begin // self.rows_per_chunk, []
+        joined: list[tuple[int, int]] = []
+        first = begin // self.rows_per_chunk
         for chunk, offset in enumerate(self.offsets[first : -(-end // self.rows_per_chunk)].tolist(), first):
             chunk_begin = chunk * self.rows_per_chunk
             low, high = max(begin, chunk_begin), min(end, chunk_begin + self.rows_per_chunk)

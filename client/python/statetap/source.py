@@ -33,15 +33,15 @@ class Source:
         local = [os.path.isdir(word) or word.endswith(".h5") or "/" in word for word in words]
         if any(local) and not all(local):
             raise ValueError(f"{' '.join(words)}: give jobs or paths, not both")
+        self.entries: list[Entry] = []
         self._dataset = ShardDataset(list(words), taps=taps, where=where) if any(local) else None
         if self._dataset is not None:
             data = self._dataset
             self.hidden, self.layers, self.boundaries = data.hidden, data.layers, data.boundaries
             self.attributes: dict[str, Any] = data.attributes()
-            self.entries = [
-                Entry(shard.job, shard.column("id")[i], int(length), shard.column("source")[i], shard.column("split")[i], place)
-                for place, (shard, i, length) in enumerate(zip((data.shards[s] for s in data._shard), data._sample, data.lengths))
-            ]
+            for i, length in enumerate(data.lengths):
+                shard, place = data.locate(i)
+                self.entries.append(Entry(shard.job, shard.column("id")[place], int(length), shard.column("source")[place], shard.column("split")[place], i))
         else:
             self._open_jobs(words, server, taps, where)
         if len({(entry.job, entry.id) for entry in self.entries}) != len(self.entries):
@@ -55,7 +55,6 @@ class Source:
                 raise ValueError(f"job {job.id} ({job.name}) is {state_name(job)}: wait until it has ended (statetap watch {job.id})")
             if list(job.boundaries) != list(jobs[0].boundaries):
                 raise ValueError(f"job {job.id} holds boundaries {list(job.boundaries)}, {jobs[0].id} {list(jobs[0].boundaries)}: export them apart")
-        self.entries = []
         for job in jobs:
             for sample in self._client.samples(job, where):
                 if not sample.excluded:
@@ -77,8 +76,8 @@ class Source:
         """In the order given, one at a time. `boundaries`: [] for tokens alone. Default: the source's."""
         wanted = self.boundaries if boundaries is None else tuple(boundaries)
         if self._dataset is not None:
-            data = self._dataset
-            yield from (data.shards[data._shard[e.place]].sample(int(data._sample[e.place]), wanted) for e in entries)
+            for shard, place in (self._dataset.locate(entry.place) for entry in entries):
+                yield shard.sample(place, wanted)
             return
         begin = 0
         while begin < len(entries):

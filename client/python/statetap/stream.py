@@ -153,7 +153,8 @@ class SampleStream(Iterator[Sample]):
         last_heard, pause = time.monotonic(), 0.2
         while True:
             try:
-                return next(self._call)
+                response: Response = next(self._call)
+                return response
             except StopIteration:
                 raise DataLossError("the stream ended without its end message") from None
             except grpc.RpcError as error:
