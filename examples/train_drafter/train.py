@@ -4,14 +4,17 @@
     build/bin/statetapd --model models/tiny-kimi --data /tmp/statetap                       # in one terminal
     python examples/train_drafter/train.py --model models/tiny-kimi --out /tmp/drafter       # in another
 
-Submits the prompts (greedy answers; every tenth chat is held out), streams the features in epochs and trains four drafters alike:
-    right       taps at the boundaries that serving will give, row p beside token p+1, the final state normed once
-    off by one  each tap one boundary too low
-    shifted     states moved by one token against the text
-    post-norm   a final state that was normed already and is normed again
+Submits the prompts (greedy answers; every tenth chat is held out), streams the features and trains five drafters alike:
+    right              taps at the boundaries that serving will give, row p beside token p+1, the final state normed once
+    off by one         each tap one boundary too low
+    shifted            states moved by one token against the text
+    post-norm          a final state that was normed already and is normed again
+    post-norm, spread  the same with a norm whose weights differ more: the model computes what it did (norm times s, head over s, with ln s
+                       normal of deviation --spread), but a second norm costs more
 Each is then measured as it would be served: with the right taps, on the held-out chats. Needs the package with torch; numbers and a picture go to --out.
 """
 import argparse
+import copy
 import json
 import time
 from pathlib import Path
@@ -24,7 +27,7 @@ from statetap.drafter import Drafter, DrafterConfig, save
 from statetap.export.vocabulary import Counts, choose
 from statetap.sample import float32
 
-CASES = ("right", "off by one", "shifted", "post-norm")
+CASES = ("right", "off by one", "shifted", "post-norm", "post-norm, spread")
 FOLDER = Path(__file__).resolve().parent
 
 
@@ -41,16 +44,22 @@ def main():
     parser.add_argument("--steps", type=int, default=3, help="draft steps in training and measuring")
     parser.add_argument("--batch", type=int, default=4, help="samples an update")
     parser.add_argument("--lr", type=float, default=2e-3)
+    parser.add_argument("--spread", type=float, default=1.5, help="of the last case [1.5]")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
+    begin = time.monotonic()
+
+    def say(text):
+        print(f"{time.monotonic() - begin:6.1f} s  {text}", flush=True)
 
     client = statetap.connect(options.server)
     taps = options.taps or list(client.model().taps)
     captured = sorted({b for tap in taps for b in (tap, tap - 1)})
     job = client.submit(options.prompts, name=f"drafter {captured}", temperature=0, max_new_tokens=128, taps=captured, eval_fraction=0.1)
-    print(f"{job.id}: {job.counts.submitted} chats, taps {taps}", flush=True)
+    say(f"{job.id}: {job.counts.submitted} chats, taps {taps}")
     client.wait(job)
+    say("captured")
 
     model = Model(options.model, options.device)
     counts = Counts(model.vocab)
@@ -64,11 +73,14 @@ def main():
 
     results = {}
     for case in options.cases:
-        drafter, curve = fit(case, train, taps, model, torch.from_numpy(d2t), torch.from_numpy(t2d), options)
+        teacher = model.spread(options.spread) if "spread" in case else model
+        targets = share_of_right_targets(case, held_out, taps, teacher)
+        drafter, curve = fit(case, train, taps, teacher, torch.from_numpy(d2t), torch.from_numpy(t2d), options)
         measured = accept.joined(accept.measure(drafter, held_out, accept.Features(tuple(taps)), options.steps).values(), options.steps)
-        save(drafter, options.out / case.replace(" ", "-"), taps, torch.from_numpy(t2d))
-        results[case] = {"accepted": measured.by_position.tolist(), "length": measured.length, "drafts": int(measured.drafts[0]), "loss": curve}
-        print(f"{case:<11} accepted by position {', '.join(f'{a:.3f}' for a in measured.by_position)}; mean length {measured.length:.3f}", flush=True)
+        save(drafter, options.out / case.replace(",", "").replace(" ", "-"), taps, torch.from_numpy(t2d))
+        results[case] = {"accepted": measured.by_position.tolist(), "length": measured.length, "drafts": int(measured.drafts[0]), "loss": curve, "targets": targets}
+        say(f"{case:<17} accepted by position {', '.join(f'{a:.3f}' for a in measured.by_position)}; mean length {measured.length:.3f}; "
+            f"right targets {targets:.3f}; last loss {curve[-1]:.2f}")
     (options.out / "results.json").write_text(json.dumps(results, indent=1) + "\n")
     (options.out / "results.svg").write_text(picture(results))
     print(f"{options.out}/results.json, results.svg; measure again: python -m statetap.accept {options.out}/right --data {job.id} --model {options.model} --where 'split == \"eval\"'")
@@ -83,6 +95,13 @@ class Model:
         self.norm, self.eps = torch.from_numpy(float32(checkpoint.bits("model.norm.weight"))).to(device), checkpoint.eps
         self.vocab, self.hidden = self.head.shape
 
+    def spread(self, deviation):
+        """The same logits from a norm whose weights spread: what the norm is multiplied by, the head is divided by."""
+        other, random = copy.copy(self), torch.Generator().manual_seed(0)
+        scale = torch.exp(deviation * torch.randn(self.hidden, generator=random)).to(self.norm.device)
+        other.norm, other.head = self.norm * scale, self.head / scale
+        return other
+
     def final_norm(self, x):
         return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps) * self.norm
 
@@ -92,11 +111,24 @@ def features(case, sample, taps, model, device):
     states = {boundary: state.to(device).float() for boundary, state in sample.states.items()}
     stacked = torch.stack([states[tap - 1 if case == "off by one" else tap] for tap in taps], 1)
     final = model.final_norm(states[sample.layers])
-    if case == "post-norm":
+    if case.startswith("post-norm"):
         final = model.final_norm(final)
     if case == "shifted":
         stacked, final = stacked.roll(1, 0), final.roll(1, 0)
     return stacked, final
+
+
+@torch.no_grad()
+def share_of_right_targets(case, samples, taps, model):
+    """How often the most likely token of what this case teaches is the one that the model wrote (greedily: always, without a mistake)."""
+    right = total = 0
+    for sample in samples:
+        sample = sample.torch()
+        _, final = features(case, sample, taps, model, model.head.device)
+        written = sample.input_ids[1:][sample.loss_mask[1:] == 1].to(model.head.device)
+        taught = (final[:-1][sample.loss_mask[1:] == 1] @ model.head.T).argmax(-1)
+        right, total = right + int((taught == written).sum()), total + len(written)
+    return right / total
 
 
 def fit(case, samples, taps, model, d2t, t2d, options):
@@ -106,7 +138,7 @@ def fit(case, samples, taps, model, d2t, t2d, options):
                            draft_vocab=len(d2t), num_taps=len(taps), eps=1e-5, rope={"rope_theta": 10000.0})  # fmt: skip
     drafter = Drafter(config, model.embeddings).to(device)
     drafter.d2t.copy_(d2t)
-    inside = t2d.to(device)
+    head = model.head[t2d.to(device)]
     updates = options.epochs * (len(samples) // options.batch)
     optimizer = torch.optim.AdamW(drafter.parameters(), lr=options.lr, betas=(0.9, 0.95))
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, options.lr, total_steps=updates, pct_start=0.05)
@@ -115,24 +147,25 @@ def fit(case, samples, taps, model, d2t, t2d, options):
         places = torch.randperm(len(samples), generator=order).tolist()
         for begin in range(0, len(places) - options.batch + 1, options.batch):
             batch = [samples[p] for p in places[begin : begin + options.batch]]
-            loss = sum(loss_of(drafter, sample, *features(case, sample, taps, model, device), model, inside, options.steps) for sample in batch) / len(batch)
+            loss = sum(loss_of(drafter, sample, *features(case, sample, taps, model, device), head, options.steps) for sample in batch) / len(batch)
             optimizer.zero_grad()
             loss.backward()
             torch.nn.utils.clip_grad_norm_(drafter.parameters(), 1.0)
             optimizer.step()
             schedule.step()
-            recent.append(loss.item())
+            recent.append(loss.detach())
             if len(recent) == 20:
-                curve.append(sum(recent) / len(recent))
+                curve.append(float(sum(recent)) / len(recent))
                 recent = []
     return drafter.eval(), curve
 
 
-def loss_of(drafter, sample, taps, final, model, inside, steps):
-    """Cross entropy with the target's own distribution over the draft vocabulary; row p of step j learns what the target says behind token p + j."""
+def loss_of(drafter, sample, taps, final, head, steps):
+    """Cross entropy with the target's own distribution over the draft vocabulary (`head`'s rows); row p of step j learns what the target says behind
+    token p + j."""
     ids, mask = sample.input_ids.to(taps.device), sample.loss_mask.to(taps.device).float()
     with torch.no_grad():
-        wanted = (final @ model.head.T)[:, inside].log_softmax(-1).exp()
+        wanted = (final @ head.T).softmax(-1)
     total = 0.0
     for step, logits in enumerate(drafter(taps, ids, steps), 1):
         rows = len(ids) - step - 1
@@ -144,7 +177,7 @@ def loss_of(drafter, sample, taps, final, model, inside, steps):
 
 def picture(results):
     """Bars of the mean accepted length, as SVG."""
-    width, left, row, top = 640, 130, 44, 40
+    width, left, row, top = 640, 160, 44, 40
     longest = max(result["length"] for result in results.values())
     parts = [f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{top + row * len(results) + 16}" font-family="sans-serif" font-size="14">',
              '<rect width="100%" height="100%" fill="white"/>', '<text x="16" y="24">Tokens a verification, held-out chats (served with the right taps)</text>']
