@@ -1,4 +1,5 @@
-"""speculators' own program on a machine without a GPU: three substitutions from outside, none in data or model code.
+"""speculators' own program on a machine without a GPU: three substitutions from outside, none in data or model code, and its plain forms of attention
+and loss where none is asked for (the default ones need a GPU).
 
     python speculators_on_cpu.py train …          as `speculators train`, with the backend `statetap` known to it
 """
@@ -18,6 +19,9 @@ def train(arguments):
             super().setup_trainer()
             self.device_type = "cpu"
 
+    for option in ("--draft-attn-impl", "--loss-implementation"):
+        if option not in arguments:
+            arguments = [*arguments, option, "eager"]
     trainer.get_local_rank = lambda *_, **__: torch.device("cpu")
     cli.Trainer = CpuTrainer
     torch.accelerator.synchronize = lambda *_, **__: None
