@@ -46,7 +46,7 @@ if [ "${1:-}" = --trainers ] && ! "$root/.venv-trainers/bin/python3" -c 'import 
   "$root/.venv-trainers/bin/python3" -m pip install -q --disable-pip-version-check 'speculators==0.9.0' pytest h5py grpcio-tools 'setuptools>=77'
   # Their readers alone: both pin a torch or transformers of their own, and need little of what they ask for.
   "$root/.venv-trainers/bin/python3" -m pip install -q --disable-pip-version-check --no-deps specforge==0.2.0 nvidia-modelopt==0.47.0
-  "$root/.venv-trainers/bin/python3" -m pip install -q --disable-pip-version-check scipy requests omegaconf nvidia-ml-py
+  "$root/.venv-trainers/bin/python3" -m pip install -q --disable-pip-version-check scipy requests omegaconf nvidia-ml-py 'pulp<4'
   "$root/.venv-trainers/bin/python3" -m pip install -q --disable-pip-version-check "$root/client/python[all]"
 fi
 if [ "${1:-}" = --evals ] && ! "$root/.venv-evals/bin/python3" -c 'import openai, lm_eval, h5py, grpc, grpc_tools' 2>/dev/null; then

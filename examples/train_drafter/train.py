@@ -142,34 +142,35 @@ def fit(case, samples, taps, model, d2t, t2d, options):
     updates = options.epochs * (len(samples) // options.batch)
     optimizer = torch.optim.AdamW(drafter.parameters(), lr=options.lr, betas=(0.9, 0.95))
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, options.lr, total_steps=updates, pct_start=0.05)
-    curve, recent, order = [], [], torch.Generator().manual_seed(0)
+    losses, order = [], torch.Generator().manual_seed(0)
     for epoch in range(options.epochs):
         places = torch.randperm(len(samples), generator=order).tolist()
         for begin in range(0, len(places) - options.batch + 1, options.batch):
             batch = [samples[p] for p in places[begin : begin + options.batch]]
-            loss = sum(loss_of(drafter, sample, *features(case, sample, taps, model, device), head, options.steps) for sample in batch) / len(batch)
+            loss = loss_of(drafter, batch, [features(case, sample, taps, model, device) for sample in batch], head, options.steps)
             optimizer.zero_grad()
             loss.backward()
             torch.nn.utils.clip_grad_norm_(drafter.parameters(), 1.0)
             optimizer.step()
             schedule.step()
-            recent.append(loss.detach())
-            if len(recent) == 20:
-                curve.append(float(sum(recent)) / len(recent))
-                recent = []
+            losses.append(loss.detach())
+    curve = [float(sum(part) / len(part)) for part in (losses[i : i + 20] for i in range(0, len(losses), 20))]
     return drafter.eval(), curve
 
 
-def loss_of(drafter, sample, taps, final, head, steps):
+def loss_of(drafter, batch, features, head, steps):
     """Cross entropy with the target's own distribution over the draft vocabulary (`head`'s rows); row p of step j learns what the target says behind
-    token p + j."""
-    ids, mask = sample.input_ids.to(taps.device), sample.loss_mask.to(taps.device).float()
+    token p + j. The samples go through the drafter one after another, at once."""
+    taps, final = (torch.cat(parts) for parts in zip(*features))
+    ids = torch.cat([sample.input_ids for sample in batch]).to(taps.device)
+    mask = torch.cat([sample.loss_mask for sample in batch]).to(taps.device)
+    documents = torch.repeat_interleave(torch.tensor([len(sample) for sample in batch])).to(taps.device)
     with torch.no_grad():
         wanted = (final @ head.T).softmax(-1)
     total = 0.0
-    for step, logits in enumerate(drafter(taps, ids, steps), 1):
+    for step, logits in enumerate(drafter(taps, ids, steps, documents), 1):
         rows = len(ids) - step - 1
-        weight = mask[step + 1 :]
+        weight = mask[step + 1 :] * (documents[:rows] == documents[step + 1 :])
         each = -(wanted[step : step + rows] * logits[:rows].log_softmax(-1)).sum(-1)
         total = total + 0.8 ** (step - 1) * (each * weight).sum() / weight.sum().clamp(min=1)
     return total

@@ -1,7 +1,7 @@
 """docs/trainers.md word for word: its commands, one after another, in a folder that looks like a checkout. Needs .venv-trainers. Run by ctest as package_test.py is.
 
-Other than on the page: what is installed there was installed by the build; ports and folders are the test's; trainings run on a CPU, as the page says it, on short
-rows; the example trains one drafter on 64 chats.
+Other than on the page: what is installed there was installed by the build; ports and folders are the test's; trainings run on a CPU, as the page says it, in
+short rows with one draft step; the example trains one drafter on 64 chats.
 """
 import os
 import re
@@ -21,7 +21,7 @@ except ImportError:
 BIN, ROOT = Path(os.environ["STATETAP_BIN"]), Path(os.environ["STATETAP_ROOT"])
 INSTALLS = ("scripts/setup.sh", "python3 -m venv", ". trainer/bin/activate", "pip install")
 SERVERS = ("build/bin/statetapd ", "python -m statetap.endpoint ")
-ON_A_CPU = f"{sys.executable} {ROOT}/tests/python/speculators_on_cpu.py \"$@\" --total-seq-len 512 --num-workers 0"
+ON_A_CPU = f"{sys.executable} {ROOT}/tests/python/speculators_on_cpu.py \"$@\" --total-seq-len 128 --num-workers 0 --ttt-steps 1 --optimizer adamw"
 SPECULATORS = f"exec {ON_A_CPU}"
 PYTHON = f"""
 case "$1 $2" in

@@ -1,4 +1,5 @@
 """The trainers' own packages on what Statetap gives them: needs .venv-trainers (scripts/setup.sh --trainers). Run by ctest as package_test.py is."""
+import contextlib
 import json
 import pickle
 import re
@@ -6,6 +7,7 @@ import subprocess
 import sys
 import threading
 import unittest
+import urllib.request
 from pathlib import Path
 
 try:
@@ -57,18 +59,52 @@ def export(to, source, out, *more):
 
 
 class SpeculatorsTest(unittest.TestCase):
-    def test_an_export_passes_the_outside_check_and_has_the_reference_s_values(self):
-        out = export("speculators", "reference", served.folder / "reference", "--draft-vocab", 20)
-        told = run(ROOT / "tests/reference/speculators_check.py", out, MODEL, "--taps", "2,4,5", "--reference", reference)
-        self.assertIn("passed: 0 rules broken, 5 rows", told)
-        self.assertIn("PASS  each slot lies nearest to its own boundary", told)
+    def check(self, out, taps="2,4,5"):
+        """The outside check: the trainer's own reading code, and transformers' values."""
+        return subprocess.run([sys.executable, ROOT / "tests/reference/speculators_check.py", out, MODEL, "--taps", taps, "--reference", reference],
+                              capture_output=True, text=True)  # fmt: skip
+
+    @contextlib.contextmanager
+    def endpoint(self, job):
+        """(a row's states as the trainer gets them from the endpoint, by its ids; the endpoint's address)"""
+        endpoint = Endpoint(("127.0.0.1", 0), served.client, [job], str(MODEL), served.folder / "handed out")
+        threading.Thread(target=endpoint.serve_forever, daemon=True).start()
+        address = f"http://127.0.0.1:{endpoint.server_address[1]}/v1"
+
+        def ask(ids):
+            body = json.dumps({"model": str(MODEL), "prompt": ids.tolist(), "max_tokens": 1, "return_token_ids": True}).encode()
+            with urllib.request.urlopen(f"{address}/completions", body) as answer:
+                path = Path(json.load(answer)["kv_transfer_params"]["hidden_states_path"])
+            tensors = load_file(path)
+            path.unlink()
+            return tensors
+
+        yield ask, address
+        endpoint.shutdown()
+        endpoint.server_close()
+        self.assertEqual(list((served.folder / "handed out").iterdir()), [])
+
+    def test_rows_pass_the_outside_check_whichever_way_they_come(self):
+        files = export("speculators", "reference", served.folder / "reference", "--draft-vocab", 20)
+        ids = [load_file(files / f"hidden_states/hs_{row}.safetensors")["token_ids"] for row in range(5)]
+        transfer = StatetapTransfer(files, served.address, None)
+        with self.endpoint("reference") as (ask, _):
+            ways = {"backend": transfer.get_cached, "endpoint": lambda row: ask(ids[row])}
+            for name, get in ways.items():
+                out = export("speculators", "reference", served.folder / f"reference-{name}", "--draft-vocab", 20, "--rows-only")
+                (out / "hidden_states").mkdir()
+                for row in range(5):
+                    save_file(get(row), out / f"hidden_states/hs_{row}.safetensors")
+        for out in (files, served.folder / "reference-backend", served.folder / "reference-endpoint"):
+            told = self.check(out)
+            self.assertEqual(told.returncode, 0, told.stdout)
+            self.assertIn("passed: 0 rules broken, 5 rows", told.stdout)
+            self.assertIn("PASS  each slot lies nearest to its own boundary", told.stdout)
         wrong = export("speculators", "reference", served.folder / "wrong", "--taps", "2,4")
         for path in (wrong / "hidden_states").iterdir():  # each state one place late
             tensors = load_file(path)
             save_file({**tensors, "hidden_states": tensors["hidden_states"].roll(1, 0).contiguous()}, path)
-        result = subprocess.run([sys.executable, ROOT / "tests/reference/speculators_check.py", wrong, MODEL, "--taps", "2,4", "--reference", reference],
-                                capture_output=True, text=True)
-        self.assertEqual(result.returncode, 1, "the check can fail")
+        self.assertEqual(self.check(wrong, "2,4").returncode, 1, "the check can fail")
 
     def test_the_backend_gives_the_same_rows_as_files(self):
         files = export("speculators", "all", served.folder / "files")
@@ -89,8 +125,8 @@ class SpeculatorsTest(unittest.TestCase):
         """(loss of the first epoch, of the last, folder of the last checkpoint)"""
         out = data.with_name(data.name + "-trained")
         told = run(HERE / "speculators_on_cpu.py", "train", "--verifier-name-or-path", MODEL, "--data-path", data, "--speculator-type", "eagle3", "--save-path", out,
-                   "--target-layer-ids", 2, 4, 5, "--mask-token-id", 0, "--total-seq-len", 128, "--num-workers", 0, "--draft-attn-impl", "eager",
-                   "--loss-implementation", "eager", "--optimizer", "adamw", "--lr", "3e-3", "--epochs", 2, "--ttt-steps", 1, "--draft-vocab-size", 128, *more)
+                   "--target-layer-ids", 2, 4, 5, "--mask-token-id", 0, "--total-seq-len", 128, "--num-workers", 0,
+                   "--optimizer", "adamw", "--lr", "3e-3", "--epochs", 2, "--ttt-steps", 1, "--draft-vocab-size", 128, *more)
         losses = [float(x) for x in re.findall(r"val/loss_epoch=([0-9.]+)", told)]
         self.assertEqual(len(losses), 2, told[-2000:])
         return (*losses, out / "1")
@@ -102,14 +138,9 @@ class SpeculatorsTest(unittest.TestCase):
         self.assertLess(last, first)
         over_grpc = self.train(rows, "--hidden-states-backend", "statetap", "--statetap-server", served.address, "--on-missing", "raise")[:2]
         self.assertEqual(over_grpc, (first, last), "the same rows in the same order")
-        endpoint = Endpoint(("127.0.0.1", 0), served.client, ["all"], str(MODEL), served.folder / "handed out")
-        threading.Thread(target=endpoint.serve_forever, daemon=True).start()
-        generated = self.train(export("speculators", "all", served.folder / "train-endpoint", "--rows-only"), "--on-missing", "generate",
-                               "--vllm-endpoint", f"http://127.0.0.1:{endpoint.server_address[1]}/v1")[:2]  # fmt: skip
-        endpoint.shutdown()
-        endpoint.server_close()
+        with self.endpoint("all") as (_, address):
+            generated = self.train(export("speculators", "all", served.folder / "train-endpoint", "--rows-only"), "--on-missing", "generate", "--vllm-endpoint", address)[:2]
         self.assertEqual(generated, (first, last), "and by the endpoint")
-        self.assertEqual(list((served.folder / "handed out").iterdir()), [])
         self.check_drafter(trained)
 
     def check_drafter(self, folder):
@@ -234,6 +265,22 @@ class ModelOptimizerTest(unittest.TestCase):
 
 
 class AcceptTest(unittest.TestCase):
+    def test_samples_that_lie_one_after_another_are_drafted_as_each_alone(self):
+        config = drafter.DrafterConfig(hidden=HIDDEN, intermediate=64, num_heads=4, num_kv_heads=2, head_dim=32, vocab=2304, draft_vocab=100, num_taps=3, eps=1e-5,
+                                       rope={"rope_theta": 10000.0})  # fmt: skip
+        torch.manual_seed(0)
+        made = drafter.Drafter(config, torch.randn(2304, HIDDEN)).eval()
+        samples = [sample.torch() for sample in list(statetap.ShardDataset(job.shards_path))[:3]]
+        documents = torch.repeat_interleave(torch.tensor([len(sample) for sample in samples]))
+        with torch.no_grad():
+            together = made(torch.cat([s.taps for s in samples]), torch.cat([s.input_ids for s in samples]), 3, documents)
+            begin = 0
+            for sample in samples:
+                for step, alone in enumerate(made(sample.taps, sample.input_ids, 3), 1):
+                    rows = len(sample) - step  # the last one's next token is known
+                    torch.testing.assert_close(together[step - 1][begin : begin + rows], alone[:rows], rtol=1e-4, atol=1e-4)
+                begin += len(sample)
+
     def test_search_names_the_taps_that_a_drafter_depends_on(self):
         """A drafter whose prediction is read off tap 5 alone: any choice without it in the third place is worse."""
         data = list(statetap.ShardDataset(job.shards_path))

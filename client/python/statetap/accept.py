@@ -166,6 +166,7 @@ def _run(options: argparse.Namespace) -> "tuple[dict[str, object], list[str]]":
         if named is not None and sorted(named) != list(ranked[0][0].boundaries):
             text.append(f"the drafter's config names {named}")
         return {"search": rows, "named": named}, text
+    assert taps is not None  # refused above
     parts = measure(drafter, source.read(chosen), Features(tuple(taps)), options.steps, model)
     total = joined(parts.values(), options.steps)
     shown = {"all": total, **({name or "(none)": parts[name] for name in sorted(parts)} if options.by else {})}

@@ -101,10 +101,17 @@ class Drafter(nn.Module):
         frequencies, self._rope_scale = _rope(c)
         self.register_buffer("frequencies", frequencies, persistent=False)
 
-    def forward(self, taps: torch.Tensor, ids: torch.Tensor, steps: int) -> "list[torch.Tensor]":
-        """taps [S, taps, hidden], ids [S], one sample. Logits over the draft vocabulary by step: of step j [S - j, draft_vocab]."""
+    def forward(self, taps: torch.Tensor, ids: torch.Tensor, steps: int, documents: "torch.Tensor | None" = None) -> "list[torch.Tensor]":
+        """taps [S, taps, hidden], ids [S]: one sample, or several one after another, `documents` [S] ascending saying which one a token is of.
+        Logits over the draft vocabulary by step: of step j [S - j, draft_vocab], of no worth where token p + j + 1 is another sample's."""
         layer: Any = self.layers[0]
         rows = len(ids) - 1
+        place = torch.arange(rows, device=ids.device)
+        unseen = place > place[:, None]
+        if documents is not None:
+            of = documents[:rows].contiguous()
+            unseen |= of != of[:, None]
+            place = place - torch.searchsorted(of, of)
         feature = taps[:rows].float().flatten(1)
         state = self.fc(self.input_norm(feature) if self.input_norm is not None else feature)
         tokens = torch.cat([ids, ids.new_zeros(steps)])
@@ -115,11 +122,10 @@ class Drafter(nn.Module):
             embedded = self.embeddings[tokens[step : step + rows]]
             normed = layer.hidden_norm(state)
             both = torch.cat([layer.input_layernorm(embedded), normed], -1)
-            positions = torch.arange(step, step + rows, device=ids.device)
-            query, key, value = self._project(both, positions)
+            query, key, value = self._project(both, place + step)
             keys.append(key)
             values.append(value)
-            x = (normed if self.config.norm_before_residual else state) + layer.self_attn.o_proj(self._attend(query, keys, values))
+            x = (normed if self.config.norm_before_residual else state) + layer.self_attn.o_proj(self._attend(query, keys, values, unseen))
             inner = layer.post_attention_layernorm(x)
             x = x + layer.mlp.down_proj(nn.functional.silu(layer.mlp.gate_proj(inner)) * layer.mlp.up_proj(inner))
             out = self.norm(x)
@@ -141,10 +147,10 @@ class Drafter(nn.Module):
         repeat = c.num_heads // c.num_kv_heads
         return turn(query), turn(key).repeat_interleave(repeat, 0), value.repeat_interleave(repeat, 0)
 
-    def _attend(self, query: torch.Tensor, keys: "list[torch.Tensor]", values: "list[torch.Tensor]") -> torch.Tensor:
+    def _attend(self, query: torch.Tensor, keys: "list[torch.Tensor]", values: "list[torch.Tensor]", unseen: torch.Tensor) -> torch.Tensor:
+        """[heads, S, head_dim] each; `unseen` [S, S] of the keys of step 1."""
         rows, scale = query.shape[1], self.config.head_dim**-0.5
-        causal = torch.ones(rows, rows, dtype=torch.bool, device=query.device).triu(1)
-        scores = [(query @ keys[0].transpose(1, 2)).masked_fill(causal, -torch.inf), *((query * key).sum(-1, keepdim=True) for key in keys[1:])]
+        scores = [(query @ keys[0].transpose(1, 2)).masked_fill(unseen, -torch.inf), *((query * key).sum(-1, keepdim=True) for key in keys[1:])]
         weights = (torch.cat(scores, -1) * scale).softmax(-1)
         out: torch.Tensor = weights[..., :rows] @ values[0]
         for i, value in enumerate(values[1:]):
