@@ -1,6 +1,7 @@
 """A statetapd on tiny-kimi for tests, and what its files hold by means that are none of ours."""
 import os
 import pathlib
+import re
 import shutil
 import subprocess
 import tempfile
@@ -52,6 +53,14 @@ class Served:
     def run(self, prompts, **options):
         """A job that has ended."""
         return self.client.wait(self.client.submit(prompts, **options))
+
+
+def losses_of(told, epochs):
+    """Of what speculators told about a training: its loss at every step, and the means over the first and the last epoch."""
+    steps = [float(loss) for loss in re.findall(r"train/loss=([0-9.]+)", told)]
+    assert len(steps) >= epochs and len(re.findall(r"val/loss_epoch=", told)) == epochs, told[-2000:]
+    length = len(steps) // epochs
+    return steps, sum(steps[:length]) / length, sum(steps[-length:]) / length
 
 
 def by_h5py(folder):

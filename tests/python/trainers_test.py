@@ -2,7 +2,6 @@
 import contextlib
 import json
 import pickle
-import re
 import subprocess
 import sys
 import threading
@@ -20,7 +19,7 @@ import numpy as np
 import statetap
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from served import HIDDEN, LAYERS, MODEL, ROOT, TAPS, Served, by_h5py
+from served import HIDDEN, LAYERS, MODEL, ROOT, TAPS, Served, by_h5py, losses_of
 from statetap import accept, drafter
 from statetap.checkpoint import Checkpoint
 from statetap.endpoint import Endpoint
@@ -122,25 +121,23 @@ class SpeculatorsTest(unittest.TestCase):
             transfer._client = None
 
     def train(self, data, *more):
-        """(loss of the first epoch, of the last, folder of the last checkpoint)"""
+        """(losses_of, folder of the last checkpoint)"""
         out = data.with_name(data.name + "-trained")
         told = run(HERE / "speculators_on_cpu.py", "train", "--verifier-name-or-path", MODEL, "--data-path", data, "--speculator-type", "eagle3", "--save-path", out,
                    "--target-layer-ids", 2, 4, 5, "--mask-token-id", 0, "--total-seq-len", 128, "--num-workers", 0,
                    "--optimizer", "adamw", "--lr", "3e-3", "--epochs", 2, "--ttt-steps", 1, "--draft-vocab-size", 128, *more)
-        losses = [float(x) for x in re.findall(r"val/loss_epoch=([0-9.]+)", told)]
-        self.assertEqual(len(losses), 2, told[-2000:])
-        return (*losses, out / "1")
+        return losses_of(told, epochs=2), out / "1"
 
     def test_trains_from_files_and_from_the_server_alike_and_its_drafter_is_read(self):
         rows = export("speculators", "all", served.folder / "train-rows", "--rows-only")
         files = export("speculators", "all", served.folder / "train-files")
-        first, last, trained = self.train(files, "--on-missing", "raise")
-        self.assertLess(last, first)
-        over_grpc = self.train(rows, "--hidden-states-backend", "statetap", "--statetap-server", served.address, "--on-missing", "raise")[:2]
-        self.assertEqual(over_grpc, (first, last), "the same rows in the same order")
+        losses, trained = self.train(files, "--on-missing", "raise")
+        self.assertLess(losses[2], losses[1], "the last epoch, the first")
+        over_grpc = self.train(rows, "--hidden-states-backend", "statetap", "--statetap-server", served.address, "--on-missing", "raise")[0]
+        self.assertEqual(over_grpc, losses, "the same rows in the same order")
         with self.endpoint("all") as (_, address):
-            generated = self.train(export("speculators", "all", served.folder / "train-endpoint", "--rows-only"), "--on-missing", "generate", "--vllm-endpoint", address)[:2]
-        self.assertEqual(generated, (first, last), "and by the endpoint")
+            generated = self.train(export("speculators", "all", served.folder / "train-endpoint", "--rows-only"), "--on-missing", "generate", "--vllm-endpoint", address)[0]
+        self.assertEqual(generated, losses, "and by the endpoint")
         self.check_drafter(trained)
 
     def check_drafter(self, folder):
