@@ -60,8 +60,7 @@ JobRunner::JobRunner(JobStore& store, const ServedModel& model, Engine& engine,
   };
   listener.committed = [this] { CountShardBytes(); };
   listener.current = [this](int64_t key) { return ActiveOf(key); };
-  pipeline_.emplace(store, folders, std::move(listener),
-                    ShardPipeline::Options{options.retry_after});
+  pipeline_.emplace(store, folders, std::move(listener), options.shards);
 }
 
 JobRunner::~JobRunner() { Drain(std::chrono::steady_clock::now()); }

@@ -32,7 +32,7 @@ class JobRunner final : private SampleSource, private HiddenStateSink {
     // Reserved for a sample before it starts: the most rows it can have, at every boundary. One
     // sample may always run.
     int64_t host_buffer_bytes = int64_t{4} << 30;
-    std::chrono::milliseconds retry_after{30000};  // a failed write
+    ShardPipeline::Options shards;
     // Of shards with states, open ones included: nothing starts while they take as much. 0: no
     // bound.
     int64_t max_shard_bytes = 0;

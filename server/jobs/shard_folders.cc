@@ -57,10 +57,6 @@ size_t ShardFolders::RootOf(const std::filesystem::path& path) const {
   return found;
 }
 
-bool ShardFolders::OnOneRoot(const std::filesystem::path& a, const std::filesystem::path& b) const {
-  return RootOf(a) == RootOf(b);
-}
-
 absl::StatusOr<std::filesystem::path> ShardFolders::PathFor(
     const std::string& job, int64_t seq, int64_t bytes,
     std::span<const std::filesystem::path> busy) {

@@ -27,8 +27,6 @@ class ShardFolders {
   absl::StatusOr<std::filesystem::path> PathFor(const std::string& job, int64_t seq,
                                                 int64_t bytes = 0,
                                                 std::span<const std::filesystem::path> busy = {});
-  // Whether both shards lie below the same root.
-  bool OnOneRoot(const std::filesystem::path& a, const std::filesystem::path& b) const;
   // Something below the root that holds `path` could not be written. Takes that root out; false
   // where it is the last one in use, which stays.
   bool TakeOut(const std::filesystem::path& path, const absl::Status& why);

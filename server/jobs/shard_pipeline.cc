@@ -6,6 +6,7 @@
 
 #include "extractor/base/log.h"
 #include "extractor/shard/joined_statistics.h"
+#include "extractor/shard/tables.h"
 
 namespace statetap {
 namespace {
@@ -16,7 +17,90 @@ bool IsPermanent(const absl::Status& status) {
          absl::IsAlreadyExists(status) || absl::IsFailedPrecondition(status);
 }
 
+constexpr size_t kMostSideBySide = 4;  // of a job
+
+// A thread that runs what it is given, in order.
+class SerialThread {
+ public:
+  SerialThread() : thread_([this] { Work(); }) {}
+  ~SerialThread() {
+    {
+      const std::lock_guard lock(mutex_);
+      end_ = true;
+    }
+    changed_.notify_all();
+    thread_.join();
+  }
+  // `done` is called once the future is ready.
+  template <typename Task>
+  auto Run(Task task, std::function<void()> done) {
+    auto run = std::make_shared<std::packaged_task<std::invoke_result_t<Task>()>>(std::move(task));
+    auto result = run->get_future();
+    {
+      const std::lock_guard lock(mutex_);
+      tasks_.push_back([run, done = std::move(done)] {
+        (*run)();
+        done();
+      });
+    }
+    changed_.notify_all();
+    return result;
+  }
+
+ private:
+  void Work() {
+    std::unique_lock lock(mutex_);
+    while (true) {
+      changed_.wait(lock, [&] { return end_ || !tasks_.empty(); });
+      if (tasks_.empty()) return;
+      const auto task = std::move(tasks_.front());
+      tasks_.pop_front();
+      lock.unlock();
+      task();
+      lock.lock();
+    }
+  }
+
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::deque<std::function<void()>> tasks_;
+  bool end_ = false;
+  std::thread thread_;
+};
+
+template <typename T>
+bool IsReady(const std::future<T>& future) {
+  return future.wait_for(std::chrono::seconds(0)) == std::future_status::ready;
+}
+
 }  // namespace
+
+struct ShardPipeline::Shard {
+  struct PendingAppend {
+    std::shared_ptr<FinishedSample> sample;
+    int64_t reserved;  // bytes of the host buffer: of the longest that it could have become
+    int64_t bytes;     // of its states
+    std::future<absl::Status> appended;
+  };
+
+  bool filling() const { return !written.valid(); }
+  bool HasResult() const {
+    return appends.empty() ? written.valid() && IsReady(written)
+                           : IsReady(appends.front().appended);
+  }
+
+  ActiveJobPtr job;
+  int64_t number = 0;  // of its file
+  std::filesystem::path path;
+  std::vector<StoredSample> samples;  // that are in it
+  int64_t rows = 0;
+  int64_t given_rows = 0;  // with those of the pending ones
+  std::deque<PendingAppend> appends;
+  int64_t waiting = 0;                                // bytes of their states
+  std::future<absl::StatusOr<ShardSummary>> written;  // once its commit has begun
+  std::unique_ptr<ShardWriter> writer;                // the thread's
+  SerialThread thread;
+};
 
 ShardPipeline::ShardPipeline(JobStore& store, ShardFolders& folders, Listener listener,
                              Options options)
@@ -47,13 +131,7 @@ void ShardPipeline::Push(Event event) {
 
 void ShardPipeline::PushFinished(ActiveJobPtr job, FinishedSample sample, int64_t reserved_bytes) {
   auto shared = std::make_shared<FinishedSample>(std::move(sample));
-  Push({job,
-        [this, job, shared, reserved_bytes] {
-          if (!job->stopped) Append(job, *shared);
-          *shared = {};
-          listener_.released(reserved_bytes);
-        },
-        {}});
+  Push({job, [this, job, shared, reserved_bytes] { Append(job, shared, reserved_bytes); }, {}});
 }
 
 void ShardPipeline::PushRejected(ActiveJobPtr job, int64_t index, Rejection rejection) {
@@ -112,105 +190,115 @@ void ShardPipeline::CloseAll() {
 }
 
 void ShardPipeline::CloseAllNow() {
-  while (!open_.empty()) {
-    const ActiveJobPtr job = open_.begin()->second.job;
+  while (!shards_.empty()) {
+    const ActiveJobPtr job = shards_.front()->job;
     if (const absl::Status status = Close(job); !status.ok()) Fault(job, status);
   }
-  while (!commits_.empty()) NoteOldestOrFault();
 }
 
-absl::StatusOr<ShardPipeline::OpenShard*> ShardPipeline::OpenShardOf(const ActiveJobPtr& job) {
-  if (const auto found = open_.find(job->key); found != open_.end()) return &found->second;
-  OpenShard shard;
-  shard.job = job;
-  STATETAP_ASSIGN_OR_RETURN(shard.seq, store_.NextShard(job->key));
+absl::StatusOr<ShardPipeline::Shard*> ShardPipeline::Begin(const ActiveJobPtr& job) {
+  auto shard = std::make_unique<Shard>();
+  shard->job = job;
+  STATETAP_ASSIGN_OR_RETURN(shard->number, store_.NextShard(job->key));
   std::vector<std::filesystem::path> busy;
-  for (const Commit& commit : commits_) {
-    busy.push_back(commit.shard.path);
-    if (commit.shard.job->key == job->key) shard.seq = commit.shard.seq + 1;
+  for (const auto& other : shards_) {
+    busy.push_back(other->path);
+    if (other->job->key == job->key) shard->number = std::max(shard->number, other->number + 1);
   }
   STATETAP_ASSIGN_OR_RETURN(
-      shard.path, folders_.PathFor(job->id, shard.seq,
-                                   static_cast<int64_t>(job->plan.options.shard_bytes()), busy));
-  auto writer = ShardWriter::Create(shard.path, job->shard_config, {});
-  if (!writer.ok()) return Elsewhere(shard.path, writer.status());
-  shard.writer = *std::move(writer);
-  return &open_.emplace(job->key, std::move(shard)).first->second;
+      shard->path, folders_.PathFor(job->id, shard->number,
+                                    static_cast<int64_t>(job->plan.options.shard_bytes()), busy));
+  auto writer = ShardWriter::Create(shard->path, job->shard_config, {});
+  if (!writer.ok()) return Elsewhere(shard->path, writer.status());
+  shard->writer = *std::move(writer);
+  return shards_.emplace_back(std::move(shard)).get();
 }
 
-void ShardPipeline::Append(const ActiveJobPtr& job, const FinishedSample& sample) {
-  const absl::StatusOr<OpenShard*> shard = OpenShardOf(job);
-  if (!shard.ok()) return Fault(job, shard.status());
-  const std::vector<std::span<const uint16_t>> states(sample.states.begin(), sample.states.end());
-  if (const absl::Status status = (*shard)->writer->Append(sample.record, states); !status.ok())
-    return Fault(job, Elsewhere((*shard)->path, status));
-  StoredSample facts = StoredFacts(sample.record);
-  facts.position = static_cast<int64_t>((*shard)->samples.size());
-  facts.row = (*shard)->rows;
-  (*shard)->rows += facts.rows;
-  (*shard)->samples.push_back(std::move(facts));
-  CountCaptured(*job);
-  if ((*shard)->writer->states_bytes() >= static_cast<int64_t>(job->plan.options.shard_bytes())) {
-    if (const absl::Status status = BeginCommit(job); !status.ok()) return Fault(job, status);
+absl::StatusOr<ShardPipeline::Shard*> ShardPipeline::ShardFor(const ActiveJobPtr& job) {
+  Shard* idlest = nullptr;
+  size_t filling = 0;
+  for (const auto& shard : shards_) {
+    if (shard->job != job || !shard->filling()) continue;
+    ++filling;
+    if (idlest == nullptr || shard->waiting < idlest->waiting) idlest = shard.get();
   }
-  CloseIfNothingLeft(job);
+  if (idlest == nullptr || (idlest->waiting > options_.lag_bytes && filling < kMostSideBySide))
+    return Begin(job);
+  return idlest;
 }
 
-void ShardPipeline::Reject(const ActiveJobPtr& job,
-                           std::span<const JobStore::RejectedSample> samples) {
-  if (job->stopped) return;
-  if (const absl::Status status = store_.Reject(job->key, samples); !status.ok())
-    return Fault(job, status);
-  CloseIfNothingLeft(job);
-}
-
-absl::Status ShardPipeline::BeginCommit(const ActiveJobPtr& job) {
-  const auto waits_for = [&](const Commit& commit) {
-    const auto open = open_.find(job->key);
-    return open != open_.end() && folders_.OnOneRoot(commit.shard.path, open->second.path);
+void ShardPipeline::Append(const ActiveJobPtr& job, std::shared_ptr<FinishedSample> sample,
+                           int64_t reserved) {
+  if (job->stopped) return listener_.released(reserved);
+  const absl::StatusOr<Shard*> found = ShardFor(job);
+  if (!found.ok()) {
+    listener_.released(reserved);
+    return Fault(job, found.status());
+  }
+  Shard& shard = **found;
+  const auto append = [job = job.get(), sample, writer = shard.writer.get()]() -> absl::Status {
+    if (job->stopped) return absl::CancelledError("the attempt was stopped");
+    const std::vector<std::span<const uint16_t>> states(sample->states.begin(),
+                                                        sample->states.end());
+    const absl::Status status = writer->Append(sample->record, states);
+    sample->states = {};
+    return status;
   };
-  while (std::ranges::any_of(commits_, waits_for)) {
-    if (commits_.front().shard.job == job) {
-      STATETAP_RETURN_IF_ERROR(NoteOldest());
-    } else {
-      NoteOldestOrFault();
-    }
-  }
-  const auto found = open_.find(job->key);
-  if (found == open_.end()) return absl::OkStatus();
-  std::promise<absl::StatusOr<ShardSummary>> written;
-  Commit& commit = commits_.emplace_back(std::move(found->second), written.get_future());
-  open_.erase(found);
-  commit.thread = std::thread([this, writer = commit.shard.writer.get(),
-                               written = std::move(written)]() mutable {
-    written.set_value(writer->Commit());
-    Push({nullptr,
-          [this] {
-            while (!commits_.empty() && commits_.front().written.wait_for(
-                                            std::chrono::seconds(0)) == std::future_status::ready)
-              NoteOldestOrFault();
-          },
-          {}});
-  });
-  return absl::OkStatus();
+  const auto done = [this] { Push({nullptr, [this] { TakeWhatIsReady(); }, {}}); };
+  const auto rows = std::ssize(sample->record.input_ids);
+  const int64_t bytes = rows * StatesRowBytes(job->shard_config);
+  shard.given_rows += rows;
+  shard.waiting += bytes;
+  shard.appends.push_back({sample, reserved, bytes, shard.thread.Run(append, done)});
+  CountCaptured(*job);
+  if (shard.given_rows * StatesRowBytes(job->shard_config) >=
+      static_cast<int64_t>(job->plan.options.shard_bytes()))
+    BeginCommit(shard);
 }
 
-absl::Status ShardPipeline::NoteOldest() {
-  Commit commit = std::move(commits_.front());
-  commits_.pop_front();
-  const absl::StatusOr<ShardSummary> written = commit.written.get();
-  commit.thread.join();
-  const OpenShard& shard = commit.shard;
-  CountCaptured(*shard.job);
-  if (!written.ok()) return Elsewhere(shard.path, written.status());
+void ShardPipeline::BeginCommit(Shard& shard) {
+  if (!shard.filling()) return;
+  shard.written = shard.thread.Run([writer = shard.writer.get()] { return writer->Commit(); },
+                                   [this] {
+                                     Push({nullptr, [this] { TakeWhatIsReady(); }, {}});
+                                   });
+}
+
+absl::Status ShardPipeline::TakeNext(Shard& shard) {
+  const ActiveJobPtr job = shard.job;
+  if (!shard.appends.empty()) {
+    Shard::PendingAppend next = std::move(shard.appends.front());
+    shard.appends.pop_front();
+    const absl::Status status = next.appended.get();
+    shard.waiting -= next.bytes;
+    listener_.released(next.reserved);
+    if (absl::IsCancelled(status)) return absl::OkStatus();
+    if (!status.ok()) return Elsewhere(shard.path, status);
+    StoredSample facts = StoredFacts(next.sample->record);
+    facts.position = std::ssize(shard.samples);
+    facts.row = shard.rows;
+    shard.rows += facts.rows;
+    shard.samples.push_back(std::move(facts));
+    return absl::OkStatus();
+  }
+  const absl::StatusOr<ShardSummary> written = shard.written.get();
+  const auto self =
+      std::ranges::find_if(shards_, [&](const auto& each) { return each.get() == &shard; });
+  const std::unique_ptr<Shard> done = std::move(*self);
+  shards_.erase(self);
+  CountCaptured(*job);
+  if (!written.ok()) return Elsewhere(done->path, written.status());
   const ShardSummary& summary = *written;
-  const absl::Status status =
-      store_.CommitShard(shard.job->key,
-                         {shard.seq, folders_.ToStored(summary.path), summary.samples, summary.rows,
-                          summary.bytes, summary.digest},
-                         shard.samples);
+  const auto note = [&]() -> absl::Status {
+    STATETAP_ASSIGN_OR_RETURN(const int64_t next, store_.NextShard(job->key));
+    return store_.CommitShard(job->key,
+                              {std::max(next, done->number), folders_.ToStored(summary.path),
+                               summary.samples, summary.rows, summary.bytes, summary.digest},
+                              done->samples);
+  };
+  const absl::Status status = note();
   if (status.ok()) {
-    LogInfo("{}: {} holds {} samples, {} rows, {} bytes", shard.job->id, summary.path.string(),
+    LogInfo("{}: {} holds {} samples, {} rows, {} bytes", job->id, summary.path.string(),
             summary.samples, summary.rows, summary.bytes);
     listener_.committed();
     return status;
@@ -221,49 +309,66 @@ absl::Status ShardPipeline::NoteOldest() {
   return status;
 }
 
-void ShardPipeline::NoteOldestOrFault() {
-  const ActiveJobPtr job = commits_.front().shard.job;
-  const absl::Status status = NoteOldest();
-  if (status.ok()) return;
-  if (!job->stopped) return Fault(job, status);
-  LogError("{}: {}", job->id, MessageOf(status));
-}
-
-absl::Status ShardPipeline::Settle(const ActiveJobPtr& job) {
-  absl::Status first;
-  while (std::ranges::any_of(commits_,
-                             [&](const Commit& commit) { return commit.shard.job == job; })) {
-    if (commits_.front().shard.job == job) {
-      first.Update(NoteOldest());
+void ShardPipeline::TakeWhatIsReady() {
+  while (true) {
+    const auto ready =
+        std::ranges::find_if(shards_, [](const auto& shard) { return shard->HasResult(); });
+    if (ready == shards_.end()) return;
+    const ActiveJobPtr job = (*ready)->job;
+    if (const absl::Status status = TakeNext(**ready); !status.ok()) {
+      Fault(job, status);
     } else {
-      NoteOldestOrFault();
+      CloseIfNothingLeft(job);
     }
   }
-  return first;
+}
+
+ShardPipeline::Shard* ShardPipeline::AnyOf(const ActiveJob& job) const {
+  const auto found =
+      std::ranges::find_if(shards_, [&](const auto& shard) { return shard->job.get() == &job; });
+  return found == shards_.end() ? nullptr : found->get();
 }
 
 absl::Status ShardPipeline::Close(const ActiveJobPtr& job) {
-  absl::Status status = BeginCommit(job);
-  status.Update(Settle(job));
-  return status;
+  for (const auto& shard : shards_) {
+    if (shard->job == job) BeginCommit(*shard);
+  }
+  absl::Status first;
+  while (Shard* const shard = AnyOf(*job)) first.Update(TakeNext(*shard));
+  return first;
 }
 
-int64_t ShardPipeline::InShards(const ActiveJob& job) const {
-  int64_t samples = 0;
-  for (const Commit& commit : commits_)
-    if (commit.shard.job->key == job.key) samples += std::ssize(commit.shard.samples);
-  if (const auto open = open_.find(job.key); open != open_.end())
-    samples += std::ssize(open->second.samples);
-  return samples;
+void ShardPipeline::Drop(const ActiveJobPtr& job) {
+  for (const auto& shard : shards_) {
+    if (shard->job != job || !shard->filling()) continue;
+    while (!shard->appends.empty()) {
+      shard->appends.front().appended.wait();
+      listener_.released(shard->appends.front().reserved);
+      shard->appends.pop_front();
+    }
+  }
+  std::erase_if(shards_, [&](const auto& shard) { return shard->job == job && shard->filling(); });
+  if (const absl::Status status = Close(job); !status.ok())
+    LogError("{}: {}", job->id, MessageOf(status));
 }
 
 void ShardPipeline::CountCaptured(ActiveJob& job) const {
-  int64_t rows = 0;
-  for (const Commit& commit : commits_)
-    if (commit.shard.job->key == job.key) rows += commit.shard.rows;
-  if (const auto open = open_.find(job.key); open != open_.end()) rows += open->second.rows;
-  job.captured = InShards(job);
+  int64_t samples = 0, rows = 0;
+  for (const auto& shard : shards_) {
+    if (shard->job.get() != &job) continue;
+    samples += std::ssize(shard->samples) + std::ssize(shard->appends);
+    rows += shard->given_rows;
+  }
+  job.captured = samples;
   job.captured_rows = rows;
+}
+
+void ShardPipeline::Reject(const ActiveJobPtr& job,
+                           std::span<const JobStore::RejectedSample> samples) {
+  if (job->stopped) return;
+  if (const absl::Status status = store_.Reject(job->key, samples); !status.ok())
+    return Fault(job, status);
+  CloseIfNothingLeft(job);
 }
 
 // What is to do lies in shards: nothing else runs, so they are closed, which ends the job.
@@ -271,7 +376,7 @@ void ShardPipeline::CloseIfNothingLeft(const ActiveJobPtr& job) {
   if (job->stopped) return;
   absl::StatusOr<JobRecord> record = store_.GetJob(job->key);
   if (!record.ok()) return Fault(job, record.status());
-  const int64_t in_shards = InShards(*job);
+  const int64_t in_shards = job->captured;
   if (record->counts.to_do > in_shards) {
     if (!job->gate_passed && record->counts.stored + in_shards >= job->plan.options.gate())
       LookAtGate(job);
@@ -323,11 +428,13 @@ void ShardPipeline::StopNow(int64_t key, Finished finished) {
   retries_.erase(key);
   const ActiveJobPtr job = listener_.current(key);
   if (job == nullptr || job->stopped) return;
+  if (finished == Finished::kCommit) {
+    // What was finished counts; a shard that cannot be closed is as if it had never been begun.
+    if (const absl::Status status = Close(job); !status.ok())
+      LogError("{}: {}", job->id, MessageOf(status));
+  }
   job->stopped = true;
-  if (finished == Finished::kDrop) open_.erase(key);
-  // What was finished counts; a shard that cannot be closed is as if it had never been begun.
-  const absl::Status status = Close(job);
-  if (!status.ok()) LogError("{}: {}", job->id, MessageOf(status));
+  Drop(job);
   listener_.stopped(*job);
 }
 
@@ -342,10 +449,7 @@ absl::Status ShardPipeline::Elsewhere(const std::filesystem::path& path,
 
 void ShardPipeline::Fault(const ActiveJobPtr& job, const absl::Status& status) {
   job->stopped = true;
-  open_.erase(job->key);
-  // What is on its way still counts: the next attempt must not run it again.
-  if (const absl::Status other = Settle(job); !other.ok())
-    LogError("{}: {}", job->id, MessageOf(other));
+  Drop(job);  // what is on its way still counts: the next attempt must not run it again
   if (absl::IsUnavailable(status)) {
     LogError("{}: {}", job->id, MessageOf(status));
     retries_[job->key] = std::chrono::steady_clock::now();

@@ -1,11 +1,12 @@
-// From finished samples to committed shards: one thread that appends samples to their job's open
+// From finished samples to committed shards: one thread that hands samples to their job's open
 // shard, closes it when it is large enough or the job has nothing more to run, and then writes the
 // one store transaction that names its samples. Rejections, cancels and endings pass through the
 // same thread, so the order of a job's events is the order they were pushed in.
 //
-// A full shard reaches the disk on a thread of its own while the next one is filled, on another
-// folder where one is idle: several disks take bytes at once. At most one shard a folder is on its
-// way; the store hears of them in the order they were filled.
+// Each shard is filled, and then brought to the disk, by a thread of its own. The next one begins
+// meanwhile, and a job whose samples come faster than one file takes them fills several side by
+// side, on folders that are idle where there are such: several disks take bytes at once. The store
+// numbers shards in the order in which they reach the disk.
 //
 // A write that fails stops the attempt: its samples are to do again. Where there are other shard
 // folders, the one that failed is taken out and the job goes on at once (a full one is not: the
@@ -45,6 +46,9 @@ class ShardPipeline {
   };
   struct Options {
     std::chrono::milliseconds retry_after{30000};
+    // Of samples that wait for each of a job's shards, above which it fills another beside them:
+    // three samples of 2K tokens of Kimi-K2.5.
+    int64_t lag_bytes = int64_t{384} << 20;
   };
   ShardPipeline(JobStore& store, ShardFolders& folders, Listener listener, Options options);
   ~ShardPipeline();
@@ -64,19 +68,7 @@ class ShardPipeline {
   void Finish();
 
  private:
-  struct OpenShard {
-    ActiveJobPtr job;
-    int64_t seq = 0;
-    std::filesystem::path path;
-    std::unique_ptr<ShardWriter> writer;
-    std::vector<StoredSample> samples;
-    int64_t rows = 0;
-  };
-  struct Commit {
-    OpenShard shard;
-    std::future<absl::StatusOr<ShardSummary>> written;
-    std::thread thread;
-  };
+  struct Shard;  // one on its way to the disk
   struct Event {
     ActiveJobPtr job;
     std::function<void()> run;
@@ -84,19 +76,22 @@ class ShardPipeline {
   };
   void Push(Event event);
   void Work();
-  void Append(const ActiveJobPtr& job, const FinishedSample& sample);
+  void Append(const ActiveJobPtr& job, std::shared_ptr<FinishedSample> sample, int64_t reserved);
   void Reject(const ActiveJobPtr& job, std::span<const JobStore::RejectedSample> samples);
   void StopNow(int64_t key, Finished finished);
-  absl::StatusOr<OpenShard*> OpenShardOf(const ActiveJobPtr& job);
-  // The open shard, where there is one, goes its way. A failure is that of an earlier one.
-  absl::Status BeginCommit(const ActiveJobPtr& job);
-  // Waits for the oldest and tells the store.
-  absl::Status NoteOldest();
-  void NoteOldestOrFault();
-  // Until nothing of the job is on its way. The first failure.
-  absl::Status Settle(const ActiveJobPtr& job);
-  absl::Status Close(const ActiveJobPtr& job);   // both
-  int64_t InShards(const ActiveJob& job) const;  // samples that the store does not know yet
+  // One of the job's that may be filled; begins one where there is none or all lag behind.
+  absl::StatusOr<Shard*> ShardFor(const ActiveJobPtr& job);
+  absl::StatusOr<Shard*> Begin(const ActiveJobPtr& job);
+  Shard* AnyOf(const ActiveJob& job) const;  // or null
+  void BeginCommit(Shard& shard);
+  // Waits for the shard's next result, an append's or the commit's, and takes it; after the
+  // commit's the shard is gone and the store knows it.
+  absl::Status TakeNext(Shard& shard);
+  void TakeWhatIsReady();
+  // Commits the job's shards and waits for them. The first failure.
+  absl::Status Close(const ActiveJobPtr& job);
+  // Drops those that are being filled and waits for those that are on their way: they count.
+  void Drop(const ActiveJobPtr& job);
   void CountCaptured(ActiveJob& job) const;
   void CloseAllNow();
   void CloseIfNothingLeft(const ActiveJobPtr& job);
@@ -112,8 +107,7 @@ class ShardPipeline {
   ShardFolders& folders_;
   const Listener listener_;
   const Options options_;
-  std::map<int64_t, OpenShard> open_;  // by job key
-  std::deque<Commit> commits_;         // oldest first
+  std::deque<std::unique_ptr<Shard>> shards_;  // in the order they were begun
   std::map<int64_t, std::chrono::steady_clock::time_point> retries_;
   std::mutex mutex_;
   std::condition_variable pushed_;

@@ -80,7 +80,7 @@ CREATE INDEX samples_rejected ON samples (job, idx) WHERE state = 2;
 
 CREATE TABLE shards (
   job INTEGER NOT NULL,
-  seq INTEGER NOT NULL,             -- in the order they were written, from 1
+  seq INTEGER NOT NULL,             -- in the order they were committed, from 1, with gaps
   path TEXT NOT NULL,               -- relative to the data folder, or absolute
   samples INTEGER NOT NULL,
   rows INTEGER NOT NULL,

@@ -485,16 +485,19 @@ TEST(JobRunnerTest, AShardGoesToADiskThatIsIdleAndHasRoom) {
   const auto next = [&](int64_t bytes, std::vector<std::filesystem::path> busy) {
     return *folders.PathFor("job", 2, bytes, busy);
   };
-  EXPECT_FALSE(folders.OnOneRoot(next(1, {first}), first));
-  EXPECT_TRUE(folders.OnOneRoot(next(1, {next(1, {first})}), first));
+  EXPECT_NE(next(1, {first}).parent_path(), first.parent_path());
+  EXPECT_EQ(next(1, {next(1, {first})}).parent_path(), first.parent_path());
   // Busy both, or without room: one of them all the same.
   EXPECT_FALSE(next(1, {first, next(1, {first})}).empty());
   EXPECT_FALSE(next(int64_t{1} << 60, {first}).empty());
 }
 
-TEST(JobRunnerTest, ManyShardsOnTheirWayAreAllNotedInOrder) {
+// Several are filled side by side: any sample that waits is too much here.
+TEST(JobRunnerTest, ManyShardsOnTheirWayAreAllNoted) {
   testing::TempDir disks;
-  JobHarness harness({}, {disks / "one", disks / "two"});
+  JobRunner::Options options;
+  options.shards.lag_bytes = 0;
+  JobHarness harness(options, {disks / "one", disks / "two"});
   harness.Run();
   std::vector<v1::SampleInput> samples;
   for (int i = 0; i < 400; ++i)
@@ -503,7 +506,10 @@ TEST(JobRunnerTest, ManyShardsOnTheirWayAreAllNotedInOrder) {
   EXPECT_EQ(harness.WaitForEnd(job).counts.stored, 400);
   ASSERT_OK_AND_ASSIGN(const auto shards, harness.store->Shards(job.key));
   ASSERT_GT(shards.size(), 8u);
-  for (size_t i = 0; i < shards.size(); ++i) EXPECT_EQ(shards[i].seq, static_cast<int64_t>(i) + 1);
+  std::set<std::string> names;
+  for (const ShardRow& shard : shards)
+    names.insert(std::filesystem::path(shard.path).filename().string());
+  EXPECT_EQ(names.size(), shards.size());
   EXPECT_EQ(harness.Checksums(job).size(), 400u);
 }
 
@@ -526,7 +532,7 @@ TEST(JobRunnerTest, TheLastDiskIsNeverTakenOut) {
 
 TEST(JobRunnerTest, FailedWriteWaitsAndGoesOnWhenMended) {
   JobRunner::Options options;
-  options.retry_after = std::chrono::milliseconds(100);
+  options.shards.retry_after = std::chrono::milliseconds(100);
   JobHarness harness(options);
   harness.Run();
   // 16 × 4 boundaries × 2 bytes a row: a shard of 1 MiB holds 33 samples of 250 rows.
@@ -557,7 +563,7 @@ TEST(JobRunnerTest, FailedWriteWaitsAndGoesOnWhenMended) {
 // at first.
 TEST(JobRunnerTest, WaitingThatCannotBeNotedIsTriedAgainAllTheSame) {
   JobRunner::Options options;
-  options.retry_after = std::chrono::milliseconds(50);
+  options.shards.retry_after = std::chrono::milliseconds(50);
   JobHarness harness(options);
   harness.Run();
   ASSERT_OK_AND_ASSIGN(auto sql, SqlConnection::Open(harness.dir / "statetap.db",
