@@ -39,15 +39,23 @@ FeatureStream::FeatureStream(JobStore& store, ShardCache& shards, ConsumerGroups
       returns_(groups.returns()),
       limit_(start.credit_bytes() == 0 ? kDefaultCredit : start.credit_bytes()) {}
 
-FeatureStream::~FeatureStream() {
+FeatureStream::~FeatureStream() { GiveBack(); }
+
+void FeatureStream::GiveBack() {
   NoteAcknowledged().IgnoreError();  // else they are sent once more
   std::map<size_t, std::vector<int64_t>> indices;
-  for (const auto& [delivery, sample] : sent_) indices[sample.first].push_back(sample.second);
+  {
+    const std::lock_guard lock(mutex_);
+    for (const auto& [delivery, sample] : sent_) indices[sample.first].push_back(sample.second);
+    sent_.clear();
+  }
   for (const auto& [job, of_job] : indices) groups_.Return(Job(job).key, order_.group(), of_job);
 }
 
 absl::Status FeatureStream::Run(const FeatureOutlet& outlet) {
   absl::Status status = SendAll(outlet);
+  // Before the client hears of the end: it may come back at once.
+  GiveBack();
   // Whatever it stumbled over then.
   if (!status.ok()) STATETAP_RETURN_IF_ERROR(CheckJobs());
   return status;

@@ -73,6 +73,8 @@ class FeatureStream {
   absl::Status WaitForMore();
   absl::Status WaitForAcknowledgements();
   absl::Status NoteAcknowledged();
+  // What was sent and not acknowledged is the group's again.
+  void GiveBack();
   // Reads what the job's shards say of it, once there is one.
   absl::Status Learn(size_t job);
   absl::Status Agree(size_t job);  // with the jobs before it

@@ -130,6 +130,19 @@ TEST_F(StreamOrderTest, AcknowledgementsOfSeveralJobsResumeInAnyStreamOfTheGroup
   EXPECT_EQ(Take(alone).ids, Ids(all.begin() + 12, all.end()));
 }
 
+TEST_F(StreamOrderTest, WhatAStreamLeftIsTheGroupsOnceItHasRun) {
+  auto stream = FeatureStream::Open(*harness_.store, *shards_, groups_, Start());
+  ASSERT_OK(stream);
+  ASSERT_OK((*stream)->Run([&](const v1::StreamFeaturesResponse& message, const StatesView&) {
+    if (message.has_end()) {
+      EXPECT_OK((*stream)->Acknowledge(5));
+      (*stream)->Close();
+    }
+    return true;
+  }));
+  EXPECT_EQ(Take(Start()).ids.size(), 12u) << "while the first is still there";
+}
+
 TEST_F(StreamOrderTest, AShuffledOrderIsOfTheSeedAlone) {
   v1::StreamStart start = Start();
   const Ids stored = Take(start).ids;
