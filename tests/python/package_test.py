@@ -15,6 +15,7 @@ from pathlib import Path
 import grpc
 import numpy as np
 import pyarrow
+import pyarrow.ipc
 import pyarrow.parquet
 import statetap
 from served import HIDDEN, LAYERS, ROOT, TAPS, Served, by_h5py
@@ -243,8 +244,25 @@ class ClientTest(unittest.TestCase):
         packed, table = served.folder / "some.jsonl.gz", served.folder / "some.parquet"
         packed.write_bytes(gzip.compress((ROOT / "examples/prompts_64.jsonl").read_bytes()))
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(PROMPTS), table)
-        for path in (packed, table):
+        whole = pyarrow.Table.from_pylist(PROMPTS)
+        stream, file = served.folder / "stream.arrow", served.folder / "file.arrow"
+        for path, writer in ((stream, pyarrow.ipc.new_stream), (file, pyarrow.ipc.new_file)):
+            with writer(str(path), whole.schema) as sink:
+                sink.write_table(whole)
+        saved = served.folder / "saved"  # as datasets' save_to_disk leaves it
+        saved.mkdir()
+        names = [f"data-{i:05}-of-00002.arrow" for i in range(2)]
+        for name, part in zip(names, (whole.slice(0, 20), whole.slice(20))):
+            with pyarrow.ipc.new_stream(str(saved / name), whole.schema) as sink:
+                sink.write_table(part)
+        (saved / "state.json").write_text(json.dumps({"_data_files": [{"filename": name} for name in names]}))
+        for path in (packed, table, stream, file, saved):
             self.assertEqual([(s.id, json.loads(s.chat.messages_json)) for s in samples_of(path)], [(p["id"], p["messages"]) for p in PROMPTS], path)
+        with self.assertRaisesRegex(ValueError, "no state.json"):
+            list(samples_of(served.folder))
+        (served.folder / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
+        with self.assertRaisesRegex(ValueError, "train, test; give one of them"):
+            list(samples_of(served.folder))
         with self.assertRaisesRegex(ValueError, "zstd -d"):
             list(samples_of(served.folder / "some.jsonl.zst"))
         (served.folder / "latin.jsonl").write_bytes(b'{"prompt": "\xe9"}\n')

@@ -14,8 +14,8 @@ Prompt = Union[str, Mapping[str, Any]]
 
 
 def samples_of(prompts: "str | os.PathLike[str] | Iterable[Prompt]", default_source: str = "") -> Iterator[jobs_pb2.SampleInput]:
-    """A file (.jsonl, .jsonl.gz, .parquet; a row a prompt) or prompts: a text is a user's message, a mapping has one of the shapes of
-    sample_of(). ValueError names line, field and remedy."""
+    """A file (.jsonl, .jsonl.gz, .parquet, .arrow; a row a prompt), a folder that `datasets` saved, or prompts: a text is a user's message, a
+    mapping has one of the shapes of sample_of(). ValueError names line, field and remedy."""
     place = "prompt"
     if isinstance(prompts, (str, os.PathLike)):
         path = Path(prompts)
@@ -99,6 +99,13 @@ def _ids(name: str, value: Any) -> list[int]:
 
 
 def _rows(path: Path) -> Iterator[Prompt]:
+    if path.is_dir():
+        for file in _saved_files(path):
+            yield from _arrow_rows(file)
+        return
+    if path.suffix == ".arrow":
+        yield from _arrow_rows(path)
+        return
     if path.suffix == ".parquet":
         try:
             import pyarrow.parquet as parquet
@@ -116,3 +123,28 @@ def _rows(path: Path) -> Iterator[Prompt]:
                     yield json.loads(line.decode())
                 except ValueError as error:  # UnicodeDecodeError is one
                     raise ValueError(f"{path} {number}: {error}; a line must be one JSON object in UTF-8") from None
+
+
+def _saved_files(folder: Path) -> list[Path]:
+    """The files of a folder written by datasets' Dataset.save_to_disk, in order."""
+    if (folder / "dataset_dict.json").exists():
+        splits = json.loads((folder / "dataset_dict.json").read_text())["splits"]
+        raise ValueError(f"{folder} holds the splits {', '.join(splits)}; give one of them: {folder / splits[0]}")
+    if not (folder / "state.json").exists():
+        raise ValueError(f"{folder} has no state.json of datasets' save_to_disk; give such a folder, or one .jsonl, .parquet or .arrow file")
+    return [folder / file["filename"] for file in json.loads((folder / "state.json").read_text())["_data_files"]]
+
+
+def _arrow_rows(path: Path) -> Iterator[Prompt]:
+    try:
+        import pyarrow.ipc
+    except ImportError:
+        raise missing_package("pyarrow", "parquet", "reading .arrow") from None
+    with pyarrow.memory_map(str(path)) as source:
+        try:  # as a stream, which `datasets` writes, or as a file
+            batches = pyarrow.ipc.open_stream(source)
+        except pyarrow.ArrowInvalid:
+            file = pyarrow.ipc.open_file(source)
+            batches = (file.get_batch(i) for i in range(file.num_record_batches))
+        for batch in batches:
+            yield from batch.to_pylist()
