@@ -86,7 +86,7 @@ void AddOptions(CLI::App& app, ServerConfig& config, double& kv_cache_gib, std::
             const bool fits = token.size() >= 16 && std::ranges::all_of(token, [](char c) {
                                 return c > ' ' && c < 0x7f;
                               });
-            return fits ? "" : "give 16 or more characters of ASCII without spaces";
+            return fits ? "" : "--http-token: give 16 or more characters of ASCII without spaces";
           },
           "", "token"));
   app.add_option("--shards", config.shards, "Folders where shards go (default: DATA/shards)")

@@ -49,7 +49,7 @@ struct Server::Impl {
         engine(served_by),
         folders(options.data, options.shards),
         store(std::move(jobs)),
-        shards(*store, folders) {}
+        shards(*store, folders, ShardCache::kMaxOpen, model.scorer) {}
 
   absl::Status Listen(const Options& options);
   absl::Status ServeHttp(const Options& options);

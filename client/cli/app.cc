@@ -116,7 +116,7 @@ std::vector<Command> AllCommands() {
   add(SampleCommands());
   add({TokensCommand()});
   add(ShardCommands());
-  add({StatsCommand(), ViewCommand(), StreamCommand()});
+  add({StatsCommand(), CompareCommand(), ViewCommand(), StreamCommand()});
   add(ExportCommands());
   add(ModelCommands());
   add({VerifyCommand(), MakeCheckpointCommand()});

@@ -14,6 +14,7 @@ std::vector<Command> SampleCommands();  // samples, rejected, exclude
 std::vector<Command> ShardCommands();   // shards, check
 Command TokensCommand();
 Command StatsCommand();
+Command CompareCommand();
 Command ViewCommand();
 Command StreamCommand();
 std::vector<Command> ExportCommands();  // export, vocab-map

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "extractor/checkpoint/output_head.h"
 #include "extractor/shard/joined_statistics.h"
 
 namespace statetap {
@@ -103,11 +104,19 @@ v1::Shard ShardMessage(const ShardReader& shard) {
 }
 
 absl::StatusOr<v1::Statistics> JoinStatistics(const std::vector<fs::path>& paths,
-                                              const std::string& where, Channels channels) {
+                                              const std::string& where, Channels channels,
+                                              const std::string& model) {
   STATETAP_ASSIGN_OR_RETURN(const SampleFilter filter, SampleFilter::Parse(where));
   JoinedStatistics joined;
   STATETAP_RETURN_IF_ERROR(
       ForEachShard(paths, [&](const ShardReader& shard) { return joined.Add(shard, filter); }));
+  if (!model.empty()) {
+    STATETAP_ASSIGN_OR_RETURN(const OutputHead head, OutputHead::Open(model));
+    STATETAP_RETURN_IF_ERROR(
+        joined.finals.Score([&](std::span<const uint16_t> states, std::span<const int32_t> tokens) {
+          return head.LogProbabilities(states, tokens);
+        }));
+  }
   return StatisticsMessage(joined, channels);
 }
 

@@ -35,8 +35,10 @@ v1::Sample SampleMessage(const ShardReader& shard, const SampleEntry& entry,
                          const SampleRecord& record);
 v1::Shard ShardMessage(const ShardReader& shard);
 // Joined over all shards, of the samples that `where` holds for; INVALID_ARGUMENT where they differ
-// in hidden size or boundaries.
+// in hidden size or boundaries. `model`: a checkpoint's folder, whose head looks at the final
+// states; empty: none.
 absl::StatusOr<v1::Statistics> JoinStatistics(const std::vector<std::filesystem::path>& paths,
-                                              const std::string& where, Channels channels);
+                                              const std::string& where, Channels channels,
+                                              const std::string& model);
 
 }  // namespace statetap

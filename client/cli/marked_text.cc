@@ -1,9 +1,17 @@
 #include "client/cli/marked_text.h"
 
 #include "client/cli/text_width.h"
+#include "proto/messages/surprise.h"
 
 namespace statetap {
 namespace {
+
+// By SurpriseOf, of the 256 colours: the more surprising, the redder. 0: none.
+constexpr int kBackgrounds[] = {0, 58, 94, 88};
+
+std::string OnBackground(std::string_view text, int background) {
+  return fmt::format("\x1b[48;5;{}m{}\x1b[49m", background, text);
+}
 
 class Writer {
  public:
@@ -16,6 +24,12 @@ class Writer {
     } else {
       Put(begins ? "⟦" : "⟧", 1);
     }
+  }
+
+  void Background(int background) {
+    if (background == background_) return;
+    out_ += background == 0 ? "\x1b[49m" : fmt::format("\x1b[48;5;{}m", background);
+    background_ = background;
   }
 
   void Special(std::string_view text) {
@@ -73,22 +87,26 @@ class Writer {
 
   const MarkedTextStyle& style_;
   std::string out_;
-  int column_ = 0;
+  int column_ = 0, background_ = 0;
   bool supervised_ = false;
 };
 
-// What is written at once: a special token, or text of one mask value, token by token with ids.
+// What is written at once: a special token, or text of one mask value and background, token by
+// token with ids.
 struct Part {
   size_t begin, end;
   bool special;
+  int background;
 };
 
-std::vector<Part> PartsOf(const MaskRun& run, std::string_view special, bool ids) {
+std::vector<Part> PartsOf(const MaskRun& run, std::string_view special,
+                          std::span<const int> backgrounds, bool ids) {
   std::vector<Part> parts;
   for (size_t t = run.begin; t < run.end; ++t) {
     const bool is_special = special[t] != 0;
-    if (ids || is_special || parts.empty() || parts.back().special)
-      parts.push_back({t, t, is_special});
+    if (ids || is_special || parts.empty() || parts.back().special ||
+        parts.back().background != backgrounds[t])
+      parts.push_back({t, t, is_special, backgrounds[t]});
     parts.back().end = t + 1;
   }
   return parts;
@@ -121,7 +139,11 @@ MarkedTextStyle StyleFor(const Context& context, const MarkedTextFlags& flags) {
 }
 
 absl::StatusOr<std::string> MarkedText(TokenText& text, const std::vector<int32_t>& ids,
-                                       std::string_view loss_mask, const MarkedTextStyle& style) {
+                                       std::string_view loss_mask, std::span<const float> logprobs,
+                                       const MarkedTextStyle& style) {
+  std::vector<int> backgrounds(ids.size());
+  if (style.colour && style.logprobs && logprobs.size() == ids.size())
+    for (size_t t = 0; t < ids.size(); ++t) backgrounds[t] = kBackgrounds[SurpriseOf(logprobs[t])];
   std::string special;
   if (style.colour) {
     STATETAP_ASSIGN_OR_RETURN(special, text.SpecialsOf(ids));
@@ -131,7 +153,7 @@ absl::StatusOr<std::string> MarkedText(TokenText& text, const std::vector<int32_
   std::vector<std::vector<int32_t>> pieces;
   const std::vector<MaskRun> masked = RunsOf(loss_mask);
   for (const MaskRun& run : masked) {
-    runs.push_back(PartsOf(run, special, style.ids));
+    runs.push_back(PartsOf(run, special, backgrounds, style.ids));
     for (const Part& part : runs.back())
       pieces.emplace_back(ids.begin() + static_cast<ptrdiff_t>(part.begin),
                           ids.begin() + static_cast<ptrdiff_t>(part.end));
@@ -142,13 +164,22 @@ absl::StatusOr<std::string> MarkedText(TokenText& text, const std::vector<int32_
   for (size_t run = 0; run < runs.size(); ++run) {
     if (masked[run].supervised) writer.Mark(/*begins=*/true);
     for (const Part& part : runs[run]) {
+      writer.Background(part.background);
       part.special ? writer.Special(*next) : writer.Text(*next);
       ++next;
       if (style.ids) writer.Id(ids[part.begin]);
     }
+    writer.Background(0);
     if (masked[run].supervised) writer.Mark(/*begins=*/false);
   }
   return writer.Take();
+}
+
+std::string LogprobLegend() {
+  return fmt::format("probability of a token: {}, {}, {}, others half or more",
+                     OnBackground(" below 1 % ", kBackgrounds[3]),
+                     OnBackground(" below 10 % ", kBackgrounds[2]),
+                     OnBackground(" below 50 % ", kBackgrounds[1]));
 }
 
 }  // namespace statetap

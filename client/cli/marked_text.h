@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <span>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -23,6 +24,7 @@ struct MarkedTextStyle {
   // Supervised text is green, special tokens magenta, underlined where supervised. Without it
   // supervised text stands in ⟦ ⟧, and special tokens look like text.
   bool colour = false;
+  bool logprobs = false;    // with colour: a token's background tells its log-probability
   bool ids = false;         // each token's id behind its text, in ‹ ›
   bool whitespace = false;  // see VisibleSpace; a line feed as ↵ before the break
   int width = 0;            // columns; 0: lines are as long as the text's
@@ -37,7 +39,12 @@ void AddMarkedTextFlags(CLI::App& app, MarkedTextFlags& flags);
 // White space is shown on a terminal unless the flags say otherwise.
 MarkedTextStyle StyleFor(const Context& context, const MarkedTextFlags& flags);
 
+// `logprobs`: one a token, NaN where not computed, or none at all.
 absl::StatusOr<std::string> MarkedText(TokenText& text, const std::vector<int32_t>& ids,
-                                       std::string_view loss_mask, const MarkedTextStyle& style);
+                                       std::string_view loss_mask, std::span<const float> logprobs,
+                                       const MarkedTextStyle& style);
+
+// What the backgrounds mean, a line.
+std::string LogprobLegend();
 
 }  // namespace statetap

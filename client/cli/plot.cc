@@ -8,7 +8,8 @@
 #include <string_view>
 #include <vector>
 
-#include "proto/messages/rms_range.h"
+#include "client/cli/text_width.h"
+#include "proto/messages/bin_range.h"
 
 namespace statetap {
 namespace {
@@ -16,17 +17,18 @@ namespace {
 constexpr int kLabelWidth = 10;
 constexpr int kMinPlot = 20, kMaxPlot = 100;
 
+using Bins = google::protobuf::RepeatedField<int64_t>;
+
 struct Axis {
-  double low = 0, high = 1;  // log2 of rms
+  double low = 0, high = 1;  // log2
   int width = kMinPlot;
-  int Column(double log2_rms) const {
-    const double share = (log2_rms - low) / (high - low);
+  int Column(double log2_value) const {
+    const double share = (log2_value - low) / (high - low);
     return std::clamp(static_cast<int>(share * width), 0, width - 1);
   }
 };
 
-Axis AxisFor(const v1::Statistics& statistics, int width) {
-  const RmsRange range = RmsRangeOf(statistics);
+Axis AxisFor(const BinRange& range, int width) {
   return {range.low, range.high, std::clamp(width - kLabelWidth - 1, kMinPlot, kMaxPlot)};
 }
 
@@ -34,10 +36,10 @@ std::string Label(const v1::BoundaryStatistics& boundary) {
   return fmt::format("{:>{}} ", boundary.boundary(), kLabelWidth);
 }
 
-std::string Scale(const Axis& axis) {
+std::string Scale(const Axis& axis, std::string_view unit) {
   const std::string low = fmt::format("{:.3g}", std::exp2(axis.low));
   const std::string high = fmt::format("{:.3g}", std::exp2(axis.high));
-  return fmt::format("{:>{}} {}{:>{}}\n", "rms", kLabelWidth, low, high,
+  return fmt::format("{:>{}} {}{:>{}}\n", unit, kLabelWidth, low, high,
                      axis.width - static_cast<int>(low.size()));
 }
 
@@ -54,38 +56,45 @@ std::string RangeLine(const v1::BoundaryStatistics& boundary, const Axis& axis) 
   return fmt::format("{}", fmt::join(cells, ""));
 }
 
-std::string HistogramLine(const v1::BoundaryStatistics& boundary, const Axis& axis) {
+// `edge` gives log2 of a bin's lower edge.
+std::string BinsLine(const Bins& bins, double (*edge)(int), const Axis& axis) {
   constexpr std::array<std::string_view, 9> kLevels = {" ", "▁", "▂", "▃", "▄", "▅", "▆", "▇", "█"};
-  // A bin may be wider than a column: its rows are spread over the columns it covers.
+  // A bin may be wider than a column: its count is spread over the columns it covers.
   std::vector<double> columns(static_cast<size_t>(axis.width));
-  for (int bin = 0; bin < boundary.row_rms_bins_size(); ++bin) {
-    const auto rows = static_cast<double>(boundary.row_rms_bins(bin));
-    if (rows == 0) continue;
-    const int first = axis.Column(RmsEdge(bin));
-    const int last = std::max(first, axis.Column(RmsEdge(bin + 1) - 1e-9));
+  for (int bin = 0; bin < bins.size(); ++bin) {
+    const auto count = static_cast<double>(bins[bin]);
+    if (count == 0) continue;
+    const int first = axis.Column(edge(bin));
+    const int last = std::max(first, axis.Column(edge(bin + 1) - 1e-9));
     for (int c = first; c <= last; ++c)
-      columns[static_cast<size_t>(c)] += rows / (last - first + 1);
+      columns[static_cast<size_t>(c)] += count / (last - first + 1);
   }
   const double most = *std::max_element(columns.begin(), columns.end());
   std::string line;
-  for (const double rows : columns) {
+  for (const double count : columns) {
     // What is there is seen, however little.
-    const int level = rows == 0 ? 0 : std::max(1, static_cast<int>(std::lround(8 * rows / most)));
+    const int level = count == 0 ? 0 : std::max(1, static_cast<int>(std::lround(8 * count / most)));
     line += kLevels[static_cast<size_t>(level)];
   }
   return line;
 }
 
+std::string HistogramLine(const v1::BoundaryStatistics& boundary, const Axis& axis) {
+  return BinsLine(boundary.row_rms_bins(), RmsEdge, axis);
+}
+
+std::string WithoutEnd(std::string line) {
+  line.erase(line.find_last_not_of(' ') + 1);
+  return line;
+}
+
 std::string Plot(const v1::Statistics& statistics, int width, std::string_view title,
                  std::string (*line)(const v1::BoundaryStatistics&, const Axis&)) {
-  const Axis axis = AxisFor(statistics, width);
+  const Axis axis = AxisFor(RmsRangeOf(statistics), width);
   std::string text = fmt::format("{}\n", title);
-  for (const v1::BoundaryStatistics& boundary : statistics.boundaries()) {
-    std::string drawn = line(boundary, axis);
-    drawn.erase(drawn.find_last_not_of(' ') + 1);
-    text += Label(boundary) + drawn + "\n";
-  }
-  return text + Scale(axis);
+  for (const v1::BoundaryStatistics& boundary : statistics.boundaries())
+    text += Label(boundary) + WithoutEnd(line(boundary, axis)) + "\n";
+  return text + Scale(axis, "rms");
 }
 
 }  // namespace
@@ -98,6 +107,21 @@ std::string PlotRms(const v1::Statistics& statistics, int width) {
 std::string PlotHistograms(const v1::Statistics& statistics, int width) {
   return Plot(statistics, width, "rows by rms, each boundary to its own peak, logarithmic",
               HistogramLine);
+}
+
+std::string PlotLengths(const v1::Statistics& statistics, int width) {
+  const Axis axis = AxisFor(LengthRangeOf(statistics), width);
+  std::string text = "samples by length of prompt and answer, by source, logarithmic\n";
+  for (const v1::SourceReport& source : statistics.sources()) {
+    text += fmt::format("{}\n", Shorten(Printable(source.source()), width));
+    const auto add = [&](std::string_view label, const Bins& bins) {
+      text += fmt::format("{:>{}} {}\n", label, kLabelWidth,
+                          WithoutEnd(BinsLine(bins, LengthEdge, axis)));
+    };
+    add("prompt", source.prompt_length_bins());
+    add("answer", source.answer_length_bins());
+  }
+  return text + Scale(axis, "tokens");
 }
 
 }  // namespace statetap

@@ -1,4 +1,4 @@
-// Statistics drawn with characters: a range of row norms by boundary, and their histograms.
+// Statistics drawn with characters: row norms by boundary, lengths by source.
 #pragma once
 
 #include <string>
@@ -13,5 +13,9 @@ std::string PlotRms(const v1::Statistics& statistics, int width);
 
 // A line a boundary: how many rows have which rms, on the same axis.
 std::string PlotHistograms(const v1::Statistics& statistics, int width);
+
+// Two lines a source: how many samples have prompts and answers of which length, each to its own
+// peak.
+std::string PlotLengths(const v1::Statistics& statistics, int width);
 
 }  // namespace statetap

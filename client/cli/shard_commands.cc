@@ -1,9 +1,13 @@
 // shards, check.
+#include <algorithm>
+
 #include "client/cli/commands.h"
 #include "client/cli/format.h"
 #include "client/cli/json_list.h"
 #include "client/cli/local_shards.h"
+#include "client/cli/recapture.h"
 #include "client/cli/table.h"
+#include "proto/messages/shard_check.h"
 
 namespace statetap {
 namespace {
@@ -43,21 +47,13 @@ absl::StatusOr<int> Shards(Context& context, const std::vector<std::string>& wor
 
 v1::CheckResult CheckFile(const std::filesystem::path& path) {
   v1::CheckResult result;
-  result.set_shard(path.string());
   const absl::StatusOr<std::unique_ptr<ShardReader>> shard = ShardReader::Open(path);
-  if (!shard.ok()) {
+  if (shard.ok()) {
+    result = CheckShard(**shard);
+  } else {
     result.set_message(std::string(MessageOf(shard.status())));
-    return result;
   }
-  const absl::StatusOr<std::vector<int64_t>> damaged = (*shard)->Verify();
-  if (!damaged.ok()) {
-    result.set_message(std::string(MessageOf(damaged.status())));
-    return result;
-  }
-  for (const int64_t sample : *damaged)
-    result.add_damaged((*shard)->samples()[static_cast<size_t>(sample)].id);
-  result.set_ok(damaged->empty());
-  if (!damaged->empty()) result.set_message("checksums differ from what was stored");
+  result.set_shard(path.string());
   return result;
 }
 
@@ -77,15 +73,13 @@ absl::StatusOr<v1::CheckShardsResponse> CheckSource(Context& context, const Sour
   return response;
 }
 
-absl::StatusOr<int> Check(Context& context, const std::vector<std::string>& words) {
-  STATETAP_ASSIGN_OR_RETURN(const Source source, ParseSource(words));
-  STATETAP_ASSIGN_OR_RETURN(const v1::CheckShardsResponse response, CheckSource(context, source));
-  int damaged = 0;
-  for (const v1::CheckResult& result : response.results()) damaged += result.ok() ? 0 : 1;
-  if (context.json) context.PrintJson(JsonOf(response));
-  if (response.results().empty())
-    return absl::FailedPreconditionError("no committed shards yet, so nothing was verified");
-  if (context.json) return damaged == 0 ? kExitDone : kExitFailed;
+struct CheckFlags {
+  std::vector<std::string> source;
+  bool model = false;
+  RecaptureFlags recapture;
+};
+
+void PrintResults(Context& context, const v1::CheckShardsResponse& response, int damaged) {
   Table table({Left("shard"), Whole("result"), Left("damaged samples"), Left("message")});
   for (const v1::CheckResult& result : response.results())
     table.Add(
@@ -96,27 +90,96 @@ absl::StatusOr<int> Check(Context& context, const std::vector<std::string>& word
   context.out << table.Format(damaged == 0 ? context.table_width() : 0);
   context.out << fmt::format("{} of {} shards verified\n", response.results_size() - damaged,
                              response.results_size());
-  return damaged == 0 ? kExitDone : kExitFailed;
 }
 
-Runner Declare(CLI::App& app,
-               absl::StatusOr<int> (*run)(Context&, const std::vector<std::string>&)) {
+void PrintRecapture(Context& context, const Recapture& recapture) {
+  Table table({Left("captured again"), Whole("result"), Right("rows"), Right("boundary"),
+               Right("relative error"), Right("median of rows")});
+  for (const RecapturedSample& sample : recapture.samples)
+    table.Add({sample.id, sample.ok ? "ok" : "DIFFERS", FormatCount(sample.rows),
+               std::to_string(sample.boundary), FormatNumber(sample.relative_error),
+               FormatNumber(sample.median_error)});
+  context.out << '\n' << table.Format(context.table_width());
+  if (recapture.model_here != recapture.model_there)
+    context.out << fmt::format("the states are of weights {}, the server has {}\n",
+                               recapture.model_here, recapture.model_there);
+}
+
+Json RecaptureJson(const Recapture& recapture) {
+  Json samples = Json::array();
+  for (const RecapturedSample& sample : recapture.samples)
+    samples.push_back({{"id", sample.id},
+                       {"ok", sample.ok},
+                       {"rows", sample.rows},
+                       {"boundary", sample.boundary},
+                       {"relative_error", JsonNumber(sample.relative_error)},
+                       {"median_error", JsonNumber(sample.median_error)}});
+  return {{"model_here", recapture.model_here},
+          {"model_there", recapture.model_there},
+          {"samples", std::move(samples)}};
+}
+
+absl::StatusOr<int> Check(Context& context, const CheckFlags& flags) {
+  STATETAP_ASSIGN_OR_RETURN(const Source source, ParseSource(flags.source));
+  STATETAP_ASSIGN_OR_RETURN(const v1::CheckShardsResponse response, CheckSource(context, source));
+  int damaged = 0;
+  for (const v1::CheckResult& result : response.results()) damaged += result.ok() ? 0 : 1;
+  std::optional<Recapture> recapture;
+  if (flags.model && damaged == 0 && !response.results().empty()) {
+    STATETAP_ASSIGN_OR_RETURN(recapture, RecaptureSamples(context, source, flags.recapture));
+  }
+  if (context.json) {
+    Json json = JsonOf(response);
+    if (flags.model) json["model"] = recapture ? RecaptureJson(*recapture) : Json(nullptr);
+    context.PrintJson(json);
+  }
+  if (response.results().empty())
+    return absl::FailedPreconditionError("no committed shards yet, so nothing was verified");
+  if (!context.json) PrintResults(context, response, damaged);
+  if (!context.json && recapture) PrintRecapture(context, *recapture);
+  const bool same = !recapture || std::ranges::all_of(recapture->samples, &RecapturedSample::ok);
+  return damaged == 0 && same ? kExitDone : kExitFailed;
+}
+
+void AddSource(CLI::App& app, std::vector<std::string>& words) {
+  app.add_option("SOURCE", words, "One job, or any number of shard files and folders")->required();
+}
+
+Runner DeclareShards(CLI::App& app) {
   auto words = std::make_shared<std::vector<std::string>>();
-  app.add_option("SOURCE", *words, "One job, or any number of shard files and folders")->required();
-  return [=](Context& context) { return run(context, *words); };
+  AddSource(app, *words);
+  return [=](Context& context) { return Shards(context, *words); };
+}
+
+Runner DeclareCheck(CLI::App& app) {
+  auto flags = std::make_shared<CheckFlags>();
+  AddSource(app, flags->source);
+  auto* model = app.add_flag("--model", flags->model,
+                             "Have the server capture a few samples again, and compare the states");
+  app.add_option("--samples", flags->recapture.samples, "How many, evenly spread [4]")
+      ->check(AtLeastOne)
+      ->needs(model);
+  app.add_option("--max-error", flags->recapture.max_error,
+                 "A sample differs where more than half of its rows are further away, relatively, "
+                 "at some boundary [0.1]")
+      ->check(RefuseNegative)
+      ->needs(model);
+  return [=](Context& context) { return Check(context, *flags); };
 }
 
 }  // namespace
 
 std::vector<Command> ShardCommands() {
-  return {{"shards", "Shards of a job or here: samples, rows, bytes, digest",
-           "Examples:\n  statetap shards prompts.jsonl\n  statetap shards /data/shards --json",
-           [](CLI::App& app) { return Declare(app, Shards); }},
-          {"check", "Reads shards again, verifies every checksum, names damaged samples",
-           "Exit 1 on damage, or where there is no shard.\n\nExamples:\n  statetap check "
-           "prompts.jsonl\n"
-           "  statetap check copy/of/shards",
-           [](CLI::App& app) { return Declare(app, Check); }}};
+  return {
+      {"shards", "Shards of a job or here: samples, rows, bytes, digest",
+       "Examples:\n  statetap shards prompts.jsonl\n  statetap shards /data/shards --json",
+       DeclareShards},
+      {"check",
+       "Reads shards again: verifies every checksum, names damaged samples, makes statistics again",
+       "Exit 1 on damage, or where there is no shard.\n\nExamples:\n  statetap check "
+       "prompts.jsonl\n"
+       "  statetap check copy/of/shards",
+       DeclareCheck}};
 }
 
 }  // namespace statetap

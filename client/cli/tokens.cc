@@ -90,7 +90,7 @@ class Printer {
     const auto supervised =
         std::count(rendered.loss_mask().begin(), rendered.loss_mask().end(), '\1');
     STATETAP_ASSIGN_OR_RETURN(const std::string marked,
-                              MarkedText(text_, ids, rendered.loss_mask(), style_));
+                              MarkedText(text_, ids, rendered.loss_mask(), {}, style_));
     context_.out << fmt::format("── {}: {} tokens, {} supervised\n{}\n\n", Printable(rendered.id()),
                                 ids.size(), supervised, marked);
     return absl::OkStatus();

@@ -5,11 +5,10 @@
 
 #include "client/cli/commands.h"
 #include "client/cli/format.h"
-#include "client/cli/local_shards.h"
 #include "client/cli/marked_text.h"
+#include "client/cli/sample_source.h"
 #include "client/cli/table.h"
 #include "client/cli/text_width.h"
-#include "client/lib/feature_receiver.h"
 #include "extractor/base/dtype.h"
 #include "extractor/base/json.h"
 
@@ -23,12 +22,7 @@ struct ViewFlags {
   MarkedTextFlags text;
 };
 
-struct StoredSample {
-  SampleRecord record;
-  std::vector<int> boundaries;
-  std::vector<std::vector<double>> norms;  // [boundary][token]: length of the row
-};
-
+// [token]: length of the row.
 std::vector<double> NormsOf(const std::vector<uint16_t>& states, size_t num_tokens) {
   std::vector<double> norms(num_tokens);
   const size_t hidden = num_tokens == 0 ? 0 : states.size() / num_tokens;
@@ -41,67 +35,6 @@ std::vector<double> NormsOf(const std::vector<uint16_t>& states, size_t num_toke
     norms[t] = std::sqrt(sum);
   }
   return norms;
-}
-
-absl::StatusOr<StoredSample> FromServer(Client& client, const std::string& job,
-                                        const std::string& id) {
-  STATETAP_ASSIGN_OR_RETURN(FetchedSample fetched, FetchSample(client, job, id));
-  StoredSample sample{.record = std::move(fetched.sample.record)};
-  sample.boundaries.assign(fetched.header.boundaries().begin(), fetched.header.boundaries().end());
-  for (const auto& states : fetched.sample.states)
-    sample.norms.push_back(NormsOf(states, sample.record.input_ids.size()));
-  return sample;
-}
-
-absl::StatusOr<StoredSample> FromShard(const ShardReader& shard, size_t index) {
-  const SampleEntry& entry = shard.samples()[index];
-  StoredSample sample{.boundaries = shard.config().boundaries};
-  STATETAP_ASSIGN_OR_RETURN(sample.record, shard.ReadRecord(static_cast<int64_t>(index)));
-  const auto rows = static_cast<size_t>(entry.rows);
-  std::vector<uint16_t> states(rows * static_cast<size_t>(shard.config().hidden));
-  for (size_t b = 0; b < sample.boundaries.size(); ++b) {
-    STATETAP_RETURN_IF_ERROR(shard.ReadStates(static_cast<int>(b), entry.first_row, states));
-    sample.norms.push_back(NormsOf(states, rows));
-  }
-  return sample;
-}
-
-absl::StatusOr<StoredSample> Fetch(Context& context, const Source& source, const std::string& id) {
-  if (!source.job.empty()) {
-    STATETAP_ASSIGN_OR_RETURN(Client* const client, context.client());
-    return FromServer(*client, source.job, id);
-  }
-  std::optional<StoredSample> found;
-  STATETAP_RETURN_IF_ERROR(
-      ForEachShard(source.paths, [&](const ShardReader& shard) -> absl::Status {
-        for (size_t i = 0; i < shard.samples().size() && !found; ++i) {
-          if (shard.samples()[i].id != id) continue;
-          STATETAP_ASSIGN_OR_RETURN(found, FromShard(shard, i));
-        }
-        return absl::OkStatus();
-      }));
-  if (!found)
-    return absl::NotFoundError(
-        fmt::format("no sample \"{}\" there; `statetap samples` lists those that are", id));
-  return *std::move(found);
-}
-
-absl::StatusOr<std::vector<std::string>> AllIds(Context& context, const Source& source) {
-  std::vector<std::string> ids;
-  if (source.job.empty()) {
-    STATETAP_RETURN_IF_ERROR(ForEachShard(source.paths, [&](const ShardReader& shard) {
-      for (const SampleEntry& entry : shard.samples()) ids.push_back(entry.id);
-      return absl::OkStatus();
-    }));
-    return ids;
-  }
-  STATETAP_ASSIGN_OR_RETURN(Client* const client, context.client());
-  STATETAP_RETURN_IF_ERROR(
-      client->ForEachSample(source.job, /*where=*/"", [&](const v1::Sample& sample) {
-        ids.push_back(sample.id());
-        return absl::OkStatus();
-      }));
-  return ids;
 }
 
 std::string FormatLogprob(const std::vector<float>& values, size_t t) {
@@ -117,7 +50,7 @@ absl::StatusOr<std::vector<std::string>> TokenTexts(TokenText* text, const Sampl
 }
 
 absl::Status PrintSample(Context& context, TokenText* text, const MarkedTextStyle& style,
-                         const StoredSample& sample) {
+                         const SampleStates& sample) {
   const SampleRecord& record = sample.record;
   const std::string mask(record.loss_mask.begin(), record.loss_mask.end());
   context.out << fmt::format(
@@ -128,8 +61,9 @@ absl::Status PrintSample(Context& context, TokenText* text, const MarkedTextStyl
   if (!record.meta_json.empty()) context.out << "meta " << Printable(record.meta_json) << '\n';
   if (text != nullptr) {
     STATETAP_ASSIGN_OR_RETURN(const std::string marked,
-                              MarkedText(*text, record.input_ids, mask, style));
+                              MarkedText(*text, record.input_ids, mask, record.logprobs, style));
     context.out << marked << "\n\n";
+    if (style.colour && style.logprobs) context.out << LogprobLegend() << "\n\n";
   }
   STATETAP_ASSIGN_OR_RETURN(const std::vector<std::string> texts, TokenTexts(text, record));
   std::vector<Column> columns = {Right("token"), Right("id"),      Left("text"),
@@ -137,6 +71,9 @@ absl::Status PrintSample(Context& context, TokenText* text, const MarkedTextStyl
   for (const int boundary : sample.boundaries)
     columns.push_back(Right(fmt::format("norm {}", boundary)));
   Table table(columns);
+  std::vector<std::vector<double>> norms;
+  for (const auto& states : sample.states)
+    norms.push_back(NormsOf(states, record.input_ids.size()));
   for (size_t t = 0; t < record.input_ids.size(); ++t) {
     std::vector<std::string> cells = {std::to_string(t),
                                       std::to_string(record.input_ids[t]),
@@ -144,7 +81,7 @@ absl::Status PrintSample(Context& context, TokenText* text, const MarkedTextStyl
                                       std::to_string(record.loss_mask[t]),
                                       FormatLogprob(record.logprobs, t),
                                       FormatLogprob(record.entropies, t)};
-    for (const auto& norms : sample.norms) cells.push_back(FormatNumber(norms[t]));
+    for (const auto& of_boundary : norms) cells.push_back(FormatNumber(of_boundary[t]));
     table.Add(cells);
   }
   context.out << table.Format(context.table_width()) << '\n';
@@ -159,7 +96,7 @@ Json Floats(const std::vector<float>& values, size_t count) {
   return list;
 }
 
-absl::Status PrintSampleJson(Context& context, TokenText* text, const StoredSample& sample) {
+absl::Status PrintSampleJson(Context& context, TokenText* text, const SampleStates& sample) {
   const SampleRecord& record = sample.record;
   const size_t tokens = record.input_ids.size();
   Json json = {{"id", record.id},
@@ -181,18 +118,17 @@ absl::Status PrintSampleJson(Context& context, TokenText* text, const StoredSamp
   json["entropies"] = Floats(record.entropies, tokens);
   Json norms = Json::object();
   for (size_t b = 0; b < sample.boundaries.size(); ++b)
-    norms[std::to_string(sample.boundaries[b])] = sample.norms[b];
+    norms[std::to_string(sample.boundaries[b])] = NormsOf(sample.states[b], tokens);
   json["norms"] = std::move(norms);
   context.PrintJson(json);
   return absl::OkStatus();
 }
 
-absl::StatusOr<std::vector<std::string>> ChosenIds(Context& context, const Source& source,
-                                                   const ViewFlags& flags) {
+absl::StatusOr<std::vector<std::string>> ChosenIds(SampleSource& samples, const ViewFlags& flags) {
   if ((flags.random > 0) == !flags.id.empty())
     return absl::InvalidArgumentError("give a sample's ID, or --random N");
   if (flags.random == 0) return std::vector<std::string>{flags.id};
-  STATETAP_ASSIGN_OR_RETURN(const std::vector<std::string> all, AllIds(context, source));
+  STATETAP_ASSIGN_OR_RETURN(const std::vector<std::string> all, samples.Ids(/*where=*/""));
   std::vector<std::string> chosen;
   std::mt19937_64 random(flags.seed != 0 ? flags.seed : std::random_device()());
   std::sample(all.begin(), all.end(), std::back_inserter(chosen), flags.random, random);
@@ -202,7 +138,8 @@ absl::StatusOr<std::vector<std::string>> ChosenIds(Context& context, const Sourc
 
 absl::StatusOr<int> View(Context& context, const ViewFlags& flags) {
   STATETAP_ASSIGN_OR_RETURN(const Source source, ParseSource({flags.source}));
-  STATETAP_ASSIGN_OR_RETURN(const std::vector<std::string> ids, ChosenIds(context, source, flags));
+  STATETAP_ASSIGN_OR_RETURN(const auto samples, SampleSource::Open(context, source));
+  STATETAP_ASSIGN_OR_RETURN(const std::vector<std::string> ids, ChosenIds(*samples, flags));
   std::optional<LocalModel> model;
   std::unique_ptr<TokenText> text;
   if (!flags.model.empty()) {
@@ -214,11 +151,12 @@ absl::StatusOr<int> View(Context& context, const ViewFlags& flags) {
   } else {
     context.Say("ids only; --model DIR (a checkpoint's folder) shows the text too");
   }
+  MarkedTextStyle style = StyleFor(context, flags.text);
+  style.logprobs = true;
   for (const std::string& id : ids) {
-    STATETAP_ASSIGN_OR_RETURN(const StoredSample sample, Fetch(context, source, id));
-    STATETAP_RETURN_IF_ERROR(
-        context.json ? PrintSampleJson(context, text.get(), sample)
-                     : PrintSample(context, text.get(), StyleFor(context, flags.text), sample));
+    STATETAP_ASSIGN_OR_RETURN(const SampleStates sample, samples->Read(id));
+    STATETAP_RETURN_IF_ERROR(context.json ? PrintSampleJson(context, text.get(), sample)
+                                          : PrintSample(context, text.get(), style, sample));
   }
   return kExitDone;
 }

@@ -14,8 +14,6 @@ using google::protobuf::FieldDescriptor;
 using google::protobuf::Message;
 using google::protobuf::Reflection;
 
-Json Number(double value) { return std::isfinite(value) ? Json(value) : Json(nullptr); }
-
 // The shortest decimal that is this float: 0.1 stays 0.1 and does not become 0.10000000149.
 Json Number(float value) {
   if (!std::isfinite(value)) return nullptr;
@@ -39,7 +37,7 @@ Json Single(const Message& message, const FieldDescriptor& field) {
     case FieldDescriptor::CPPTYPE_INT64: return reflection.GetInt64(message, &field);
     case FieldDescriptor::CPPTYPE_UINT32: return reflection.GetUInt32(message, &field);
     case FieldDescriptor::CPPTYPE_UINT64: return reflection.GetUInt64(message, &field);
-    case FieldDescriptor::CPPTYPE_DOUBLE: return Number(reflection.GetDouble(message, &field));
+    case FieldDescriptor::CPPTYPE_DOUBLE: return JsonNumber(reflection.GetDouble(message, &field));
     case FieldDescriptor::CPPTYPE_FLOAT: return Number(reflection.GetFloat(message, &field));
     case FieldDescriptor::CPPTYPE_BOOL: return reflection.GetBool(message, &field);
     case FieldDescriptor::CPPTYPE_ENUM: return EnumName(*reflection.GetEnum(message, &field));
@@ -57,7 +55,7 @@ Json Element(const Message& message, const FieldDescriptor& field, int i) {
     case FieldDescriptor::CPPTYPE_UINT32: return reflection.GetRepeatedUInt32(message, &field, i);
     case FieldDescriptor::CPPTYPE_UINT64: return reflection.GetRepeatedUInt64(message, &field, i);
     case FieldDescriptor::CPPTYPE_DOUBLE:
-      return Number(reflection.GetRepeatedDouble(message, &field, i));
+      return JsonNumber(reflection.GetRepeatedDouble(message, &field, i));
     case FieldDescriptor::CPPTYPE_FLOAT:
       return Number(reflection.GetRepeatedFloat(message, &field, i));
     case FieldDescriptor::CPPTYPE_BOOL: return reflection.GetRepeatedBool(message, &field, i);
@@ -72,6 +70,8 @@ Json Element(const Message& message, const FieldDescriptor& field, int i) {
 }
 
 }  // namespace
+
+Json JsonNumber(double value) { return std::isfinite(value) ? Json(value) : Json(nullptr); }
 
 Json JsonOf(const Message& message) {
   Json object = Json::object();

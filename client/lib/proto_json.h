@@ -13,6 +13,9 @@
 
 namespace statetap {
 
+// Null for NaN and infinities.
+Json JsonNumber(double value);
+
 Json JsonOf(const google::protobuf::Message& message);
 
 }  // namespace statetap

@@ -22,6 +22,12 @@ constexpr std::array<std::pair<const char*, std::string ShardConfig::*>, 10> kTe
     {"template_digest", &ShardConfig::template_digest},
 }};
 
+constexpr std::array<std::pair<const char*, int ShardConfig::*>, 3> kTokens = {{
+    {"first_special_token", &ShardConfig::first_special},
+    {"think_token", &ShardConfig::think_token},
+    {"think_end_token", &ShardConfig::think_end_token},
+}};
+
 }  // namespace
 
 absl::StatusOr<ShardConfig> ShardConfigOf(const v1::StreamHeader& header) {
@@ -38,6 +44,10 @@ absl::StatusOr<ShardConfig> ShardConfigOf(const v1::StreamHeader& header) {
       const Json* value = FindMember(*attributes, name);
       if (value == nullptr) continue;
       config.*field = value->is_string() ? value->get<std::string>() : DumpJson(*value);
+    }
+    for (const auto& [name, field] : kTokens) {
+      const Json* value = FindMember(*attributes, name);
+      if (value != nullptr && value->is_number_integer()) config.*field = value->get<int>();
     }
     if (const Json* dtype = FindMember(*attributes, "dtype"))
       if (*dtype == NameOf(StatesDtype::kFp8)) config.dtype = StatesDtype::kFp8;

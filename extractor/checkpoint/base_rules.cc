@@ -258,6 +258,11 @@ class TensorRules {
         ++prediction;
         continue;
       }
+      if (config_.tie_word_embeddings && name == "lm_head.weight") {  // loading warns, too
+        report.Add({Verdict::kWarning, name, DescribeTensor(NameOf(info.dtype), info.shape),
+                    "not used", "config.json ties the head to model.embed_tokens.weight"});
+        continue;
+      }
       if (info.size_bytes == 0) continue;  // a part that is not there, as some writers say it
       const NumberedName split = SplitNumbers(name);
       auto& [ranges, count] = strangers[split.pattern];

@@ -13,14 +13,16 @@ bool SameStatistics(const BoundaryStatistics& a, const BoundaryStatistics& b) {
   return a.count == b.count && a.mean == b.mean && a.m2 == b.m2 && a.min == b.min && a.max == b.max;
 }
 
-// A norm leaves every row with nearly the same rms; the stream before it grows from layer to layer
-// and its rows differ.
-bool LooksNormed(const BoundaryStatistics& before, const BoundaryStatistics& found) {
-  constexpr double kSpread = 1.35, kFall = 0.5;
+// A norm leaves most rows with nearly the same rms and none far above: a few lie lower, those whose
+// energy sits in channels of small weight. The stream before it grows from layer to layer, and its
+// rows differ.
+bool LooksNormed(double median_before, const BoundaryStatistics& found) {
+  constexpr double kAbove = 1.35, kBelow = 2.5, kFall = 0.5;
   constexpr int64_t kLeastRows = 64;
-  if (found.count < kLeastRows || found.zero_rows > 0 || before.count == 0) return false;
-  return found.RmsQuantile(0.99) <= kSpread * found.RmsQuantile(0.01) &&
-         found.RmsQuantile(0.5) < kFall * before.RmsQuantile(0.5);
+  if (found.count < kLeastRows || found.zero_rows > 0) return false;
+  const double median = found.RmsQuantile(0.5);
+  return found.RmsQuantile(0.99) <= kAbove * median && median <= kBelow * found.RmsQuantile(0.01) &&
+         median < kFall * median_before;
 }
 
 double MedianOf(std::vector<double> values) {
@@ -60,13 +62,21 @@ class Finder {
           fmt::format("has the same statistics as boundary {} to the last bit", boundaries_[j]));
       break;
     }
-    if (i > 0 && LooksNormed(statistics_[i - 1], found)) {
+    // The largest before it: a tap between may be dead.
+    size_t largest = 0;
+    for (size_t j = 1; j < i; ++j)
+      if (Median(j) > Median(largest)) largest = j;
+    if (i > 0 && LooksNormed(Median(largest), found)) {
       Add(i, "normed_boundary",
-          fmt::format("every row has an rms of about {:.3g}, boundary {} one of {:.3g}: a norm "
-                      "seems to have been applied, and states are stored before it",
-                      found.RmsQuantile(0.5), boundaries_[i - 1],
-                      statistics_[i - 1].RmsQuantile(0.5)));
+          fmt::format("nearly every row has an rms of about {:.3g}, boundary {} one of {:.3g}: a "
+                      "norm seems to have been applied, and states are stored before it",
+                      found.RmsQuantile(0.5), boundaries_[largest], Median(largest)));
     }
+  }
+
+  // 0 where there are no rows.
+  double Median(size_t i) const {
+    return statistics_[i].count == 0 ? 0 : statistics_[i].RmsQuantile(0.5);
   }
 
   void Add(size_t i, std::string kind, const std::string& what) {
@@ -110,6 +120,22 @@ std::vector<StatisticsAlarm> FindDrift(std::span<const int> boundaries,
                                     "rule {:.3g}: another model, precision or kind of text",
                                     boundaries[b], shard->shard, level, usual)});
     }
+  }
+  return alarms;
+}
+
+std::vector<StatisticsAlarm> FindFinalMismatch(int boundary, const FinalCheck& finals) {
+  constexpr size_t kLeastTokens = 4;
+  constexpr double kError = 0.1;
+  std::vector<StatisticsAlarm> alarms;
+  for (const FinalCheck::Shard& shard : finals.shards()) {
+    if (shard.tokens.size() < kLeastTokens || shard.error.value_or(0) <= kError) continue;
+    alarms.push_back(
+        {"final_mismatch", boundary,
+         fmt::format("boundary {}: under the model's norm and head, the final states of {} give "
+                     "{} tokens log-odds that are {:.2f} nats away from those stored with them "
+                     "(the mean): normed already, of other rows or of another model",
+                     boundary, shard.name, shard.tokens.size(), *shard.error)});
   }
   return alarms;
 }

@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "extractor/shard/final_check.h"
 #include "extractor/shard/statistics.h"
 #include "extractor/shard/token_report.h"
 
@@ -13,14 +14,14 @@ namespace statetap {
 
 struct StatisticsAlarm {
   // zero_boundary, constant_boundary, equal_boundaries, nonfinite, normed_boundary, shard_drift,
-  // policy_gap
+  // final_mismatch, policy_gap
   std::string kind;
   int boundary;  // -1 where it concerns none
   std::string message;
 };
 
-// Boundaries that are zero, constant, equal to another, not finite, or look normed: every row has
-// nearly the same rms, less than half of the boundary's before. `boundaries[i]` belongs to
+// Boundaries that are zero, constant, equal to another, not finite, or look normed: nearly every
+// row has the same rms, less than half of that of a boundary before. `boundaries[i]` belongs to
 // `statistics[i]`.
 std::vector<StatisticsAlarm> FindAlarms(std::span<const int> boundaries,
                                         std::span<const BoundaryStatistics> statistics);
@@ -35,6 +36,10 @@ struct ShardLevel {
 // median of all such shards; fewer than three shards are not compared.
 std::vector<StatisticsAlarm> FindDrift(std::span<const int> boundaries,
                                        std::span<const ShardLevel> shards);
+
+// Shards whose final states give the stored tokens other probabilities than those stored with them:
+// log-odds a mean of more than 0.1 nats away, of four tokens or more. `boundary`: the final one.
+std::vector<StatisticsAlarm> FindFinalMismatch(int boundary, const FinalCheck& finals);
 
 // Sources whose policy gap is above 0.5 nats, five standard errors of it included.
 std::vector<StatisticsAlarm> FindPolicyGaps(const TokenReport& tokens);

@@ -85,6 +85,11 @@ absl::Status Hdf5File::ReadValues(std::string_view path, Hdf5Type type, void* to
   return absl::OkStatus();
 }
 
+bool Hdf5File::HasDataset(std::string_view path) const {
+  Quiet();
+  return H5Lexists(open_->file, Text(path).c_str(), H5P_DEFAULT) > 0;
+}
+
 absl::StatusOr<int64_t> Hdf5File::LengthOf(std::string_view path) const {
   Quiet();
   STATETAP_ASSIGN_OR_RETURN(const OpenDataset found, FindDataset(open_->file, path));

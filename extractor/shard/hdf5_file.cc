@@ -139,6 +139,10 @@ absl::Status Hdf5File::SetAttribute(std::string_view name, std::span<const int64
                         values.empty() ? &none : values.data());
 }
 
+bool Hdf5File::HasAttribute(std::string_view name) const {
+  Quiet();
+  return H5Aexists(open_->file, Text(name).c_str()) > 0;
+}
 absl::StatusOr<std::string> Hdf5File::StringAttribute(std::string_view name) const {
   Quiet();
   STATETAP_ASSIGN_OR_RETURN(const OpenAttribute found, FindScalar(open_->file, name, H5T_STRING));

@@ -129,6 +129,7 @@ class Hdf5File {
   absl::StatusOr<double> DoubleAttribute(std::string_view name) const;
   absl::StatusOr<std::vector<int64_t>> IntsAttribute(std::string_view name,
                                                      int64_t max_values) const;
+  bool HasAttribute(std::string_view name) const;
 
   // Whole datasets of one dimension; a scalar is a dataset without dimensions. Reading refuses
   // filters, external storage and external links: a shard has none, a hostile file may.
@@ -156,6 +157,7 @@ class Hdf5File {
   // DATA_LOSS where there are not `count` strings, or they hold more than `max_bytes` in all.
   absl::StatusOr<std::vector<std::string>> ReadStrings(std::string_view path, int64_t count,
                                                        int64_t max_bytes) const;
+  bool HasDataset(std::string_view path) const;  // REQUIRES: its group is there
   // Number of values of a dataset of one dimension.
   absl::StatusOr<int64_t> LengthOf(std::string_view path) const;
 

@@ -16,6 +16,7 @@ struct JoinedStatistics {
   std::vector<BoundaryStatistics> statistics;  // by boundary
   TokenReport tokens;
   std::vector<ShardLevel> levels;  // of the shards that were added whole, in their order
+  FinalCheck finals;               // of the same; whoever has the model's head scores them
   int64_t samples = 0, rows = 0;
 
   // What the shard says of itself or, where `filter` leaves samples out, of the others' states,

@@ -187,9 +187,14 @@ absl::Status Writer::Store(const SampleRecord& sample,
     tasks.emplace_back(
         [this, i, &rows, &statuses] { statuses[i] = WriteRows(file_, bulk_[i], rows_, rows[i]); });
   }
+  const std::vector<TokenClass> classes =
+      TokenClassesOf(sample.input_ids, sample.loss_mask, config_.first_special);
   if (options_.statistics == Statistics::kCompute) {
     for (size_t i = 0; i < states.size(); ++i)
-      tasks.emplace_back([this, i, &states] { statistics_[i].Add(states[i]); });
+      tasks.emplace_back([this, i, &states, &classes] {
+        statistics_[i].Add(states[i], classes,
+                           i == 0 ? std::span<const uint16_t>() : states[i - 1]);
+      });
   }
   tasks.emplace_back([&] { *checksum = SampleChecksum(sample, readers_will_see); });
   Run(tasks, tokens * 2 * config_.hidden * static_cast<int64_t>(states.size()));
@@ -349,8 +354,8 @@ void Writer::Discard() {
 int64_t ExpectedShardBytes(const ShardConfig& config, int64_t rows, int64_t samples,
                            int64_t shard_bytes) {
   constexpr int64_t kTextOfSample = 256 + 64;  // and its columns of numbers
-  const int64_t statistics =
-      static_cast<int64_t>(config.boundaries.size()) * (5 * 8 * config.hidden + 8 * kRmsBins);
+  const int64_t statistics = static_cast<int64_t>(config.boundaries.size()) *
+                             (5 * 8 * config.hidden + 8 * kRmsBins * (1 + kTokenClasses));
   const int64_t states = rows * StatesRowBytes(config);
   const int64_t shards = std::max<int64_t>(1, (states + shard_bytes - 1) / shard_bytes);
   const int64_t rows_of_shard = (rows + shards - 1) / shards;

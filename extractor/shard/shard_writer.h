@@ -48,6 +48,8 @@ struct ShardConfig {
   std::string rope_json;  // the rope parameters as a JSON object
   std::string tokenizer_digest, template_name, template_digest;
   bool thinking = true;
+  // The least id of a special token, and the ids of <think> and </think>; -1 where not known.
+  int first_special = -1, think_token = -1, think_end_token = -1;
   std::string options_json;  // the job's options, whole
   std::string producer;      // "statetap 0.1.0"
 };

@@ -22,7 +22,54 @@ int BinOf(double rms) {
   return static_cast<int>(std::clamp(bin, 0.0, double{kRmsBins - 1}));
 }
 
+void AddCosine(std::span<const uint16_t> row, double squares, std::span<const uint16_t> before,
+               ClassStatistics& to) {
+  const RowProducts products = MultiplyRows(row, before);
+  if (!(squares > 0 && products.other_squares > 0) || !std::isfinite(products.other_squares))
+    return;
+  const double cosine = products.dot / std::sqrt(squares) / std::sqrt(products.other_squares);
+  ++to.compared;
+  to.cosine += cosine;
+  to.squared_cosine += cosine * cosine;
+}
+
 }  // namespace
+
+double QuantileOf(const RmsHistogram& rows, double q) {
+  int64_t count = 0;
+  for (const int64_t of_bin : rows) count += of_bin;
+  if (count == 0) return kNan;
+  const auto rank = std::clamp<int64_t>(
+      static_cast<int64_t>(std::ceil(q * static_cast<double>(count))), 1, count);
+  int64_t seen = 0;
+  int bin = 0;
+  while (bin < kRmsBins - 1 && (seen += rows[bin]) < rank) ++bin;
+  return std::exp2((bin + 0.5) / kBinsPerOctave + kLowestOctave);
+}
+
+void ClassStatistics::Merge(const ClassStatistics& other) {
+  count += other.count;
+  for (int bin = 0; bin < kRmsBins; ++bin) row_rms_histogram[bin] += other.row_rms_histogram[bin];
+  compared += other.compared;
+  cosine += other.cosine;
+  squared_cosine += other.squared_cosine;
+}
+
+double ClassStatistics::MeanCosine() const {
+  return compared == 0 ? kNan : cosine / static_cast<double>(compared);
+}
+
+double ClassStatistics::CosineStd() const {
+  if (compared == 0) return kNan;
+  const double mean = MeanCosine();
+  return std::sqrt(std::max(0.0, squared_cosine / static_cast<double>(compared) - mean * mean));
+}
+
+ClassStatistics BoundaryStatistics::AllClasses() const {
+  ClassStatistics all;
+  for (const ClassStatistics& of_class : by_class) all.Merge(of_class);
+  return all;
+}
 
 BoundaryStatistics::BoundaryStatistics(int hidden)
     : mean(static_cast<size_t>(hidden)),
@@ -31,9 +78,12 @@ BoundaryStatistics::BoundaryStatistics(int hidden)
       max(mean.size(), -kInfinity),
       abs_max(mean.size()) {}
 
-void BoundaryStatistics::Add(std::span<const uint16_t> rows) {
+void BoundaryStatistics::Add(std::span<const uint16_t> rows, std::span<const TokenClass> classes,
+                             std::span<const uint16_t> before) {
   const size_t width = mean.size();
   assert(rows.size() % width == 0);
+  assert(classes.empty() || classes.size() == rows.size() / width);
+  assert(before.empty() || before.size() == rows.size());
   const uint16_t* group[kRowsPerGroup];
   int group_rows = 0;
   const auto merge_group = [&] {
@@ -50,7 +100,15 @@ void BoundaryStatistics::Add(std::span<const uint16_t> rows) {
       continue;
     }
     zero_rows += summary.zero;
-    ++row_rms_histogram[BinOf(std::sqrt(summary.sum_of_squares / static_cast<double>(width)))];
+    const int bin = BinOf(std::sqrt(summary.sum_of_squares / static_cast<double>(width)));
+    ++row_rms_histogram[bin];
+    if (!classes.empty()) {
+      ClassStatistics& of_class = by_class[static_cast<size_t>(classes[begin / width])];
+      ++of_class.count;
+      ++of_class.row_rms_histogram[bin];
+      if (!before.empty())
+        AddCosine(row, summary.sum_of_squares, before.subspan(begin, width), of_class);
+    }
     group[group_rows++] = row.data();
     if (group_rows == kRowsPerGroup) merge_group();
   }
@@ -62,6 +120,7 @@ void BoundaryStatistics::Merge(const BoundaryStatistics& other) {
   assert(hidden() == other.hidden());
   nonfinite += other.nonfinite;
   squared_error += other.squared_error;
+  for (int c = 0; c < kTokenClasses; ++c) by_class[c].Merge(other.by_class[c]);
   if (other.count == 0) return;
   const double total = static_cast<double>(count + other.count);
   const double other_share = static_cast<double>(other.count) / total;
@@ -77,16 +136,6 @@ void BoundaryStatistics::Merge(const BoundaryStatistics& other) {
   count += other.count;
   zero_rows += other.zero_rows;
   for (int bin = 0; bin < kRmsBins; ++bin) row_rms_histogram[bin] += other.row_rms_histogram[bin];
-}
-
-double BoundaryStatistics::RmsQuantile(double q) const {
-  if (count == 0) return kNan;
-  const auto rank = std::clamp<int64_t>(
-      static_cast<int64_t>(std::ceil(q * static_cast<double>(count))), 1, count);
-  int64_t seen = 0;
-  int bin = 0;
-  while (bin < kRmsBins - 1 && (seen += row_rms_histogram[bin]) < rank) ++bin;
-  return std::exp2((bin + 0.5) / kBinsPerOctave + kLowestOctave);
 }
 
 double BoundaryStatistics::RelativeError() const {

@@ -39,6 +39,30 @@ constexpr int kLanes = 16;
   return {.sum_of_squares = sum, .finite = max_exponent < 0x7f80, .zero = any_bits == 0};
 }
 
+[[gnu::always_inline]] inline RowProducts MultiplyRowsBody(const uint16_t* row,
+                                                           const uint16_t* other, int hidden) {
+  double dots[kLanes] = {}, squares[kLanes] = {};
+  int i = 0;
+  for (; i + kLanes <= hidden; i += kLanes) {
+    for (int lane = 0; lane < kLanes; ++lane) {
+      const double x = Bf16ToFloat(row[i + lane]), y = Bf16ToFloat(other[i + lane]);
+      dots[lane] += x * y;
+      squares[lane] += y * y;
+    }
+  }
+  for (int lane = 0; i < hidden; ++i, ++lane) {
+    const double x = Bf16ToFloat(row[i]), y = Bf16ToFloat(other[i]);
+    dots[lane] += x * y;
+    squares[lane] += y * y;
+  }
+  RowProducts products{0, 0};
+  for (int lane = 0; lane < kLanes; ++lane) {
+    products.dot += dots[lane];
+    products.other_squares += squares[lane];
+  }
+  return products;
+}
+
 // bf16 bits as integers in the order of the values (-0 below +0), and back: the map is its own
 // inverse. Compilers vectorise the least of integers, not that of floats, which may be NaN.
 [[gnu::always_inline]] inline int16_t OrderKey(uint16_t bits) {
@@ -106,6 +130,14 @@ STATETAP_AVX512 RowSummary SummarizeRowAvx512(const uint16_t* row, int hidden) {
 [[gnu::target("avx2")]] RowSummary SummarizeRowAvx2(const uint16_t* row, int hidden) {
   return SummarizeRowBody(row, hidden);
 }
+STATETAP_AVX512 RowProducts MultiplyRowsAvx512(const uint16_t* row, const uint16_t* other,
+                                               int hidden) {
+  return MultiplyRowsBody(row, other, hidden);
+}
+[[gnu::target("avx2")]] RowProducts MultiplyRowsAvx2(const uint16_t* row, const uint16_t* other,
+                                                     int hidden) {
+  return MultiplyRowsBody(row, other, hidden);
+}
 STATETAP_AVX512 void MergeRowGroupAvx512(const uint16_t* const* rows, int num_rows, int hidden,
                                          int64_t count, const ChannelSums& sums) {
   MergeRowGroupBody(rows, num_rows, hidden, count, sums);
@@ -134,6 +166,15 @@ RowSummary SummarizeRow(std::span<const uint16_t> row) {
   if (HasAvx2()) return SummarizeRowAvx2(row.data(), hidden);
 #endif
   return SummarizeRowBody(row.data(), hidden);
+}
+
+RowProducts MultiplyRows(std::span<const uint16_t> row, std::span<const uint16_t> other) {
+  const int hidden = static_cast<int>(row.size());
+#if STATETAP_WIDE_VECTORS
+  if (HasAvx512()) return MultiplyRowsAvx512(row.data(), other.data(), hidden);
+  if (HasAvx2()) return MultiplyRowsAvx2(row.data(), other.data(), hidden);
+#endif
+  return MultiplyRowsBody(row.data(), other.data(), hidden);
 }
 
 void MergeRowGroup(const uint16_t* const* rows, int num_rows, int hidden, int64_t count,

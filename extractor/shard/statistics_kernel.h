@@ -1,4 +1,4 @@
-// The two passes over bf16 rows that statistics are made of. Plain loops that compilers vectorise;
+// The passes over bf16 rows that statistics are made of. Plain loops that compilers vectorise;
 // the same operations in the same order on every machine, so the same bits.
 #pragma once
 
@@ -12,6 +12,13 @@ struct RowSummary {
   bool finite, zero;
 };
 RowSummary SummarizeRow(std::span<const uint16_t> row);
+
+// Of two rows of one width: what their cosine and distance are made of. Not finite where a row has
+// a value that is not.
+struct RowProducts {
+  double dot, other_squares;
+};
+RowProducts MultiplyRows(std::span<const uint16_t> row, std::span<const uint16_t> other);
 
 inline constexpr int kRowsPerGroup = 16;
 

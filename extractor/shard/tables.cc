@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <ctime>
 #include <iterator>
+#include <limits>
 
 #include "extractor/shard/format.h"
 
@@ -57,6 +58,16 @@ constexpr ConfigText kConfigTexts[] = {
     {"tokenizer_digest", &ShardConfig::tokenizer_digest},
     {"template_name", &ShardConfig::template_name},
     {"template_digest", &ShardConfig::template_digest},
+};
+// Written since the statistics by class; -1, not known, where a file does not have them.
+struct ConfigToken {
+  std::string_view name;
+  int ShardConfig::*field;
+};
+constexpr ConfigToken kConfigTokens[] = {
+    {"first_special_token", &ShardConfig::first_special},
+    {"think_token", &ShardConfig::think_token},
+    {"think_end_token", &ShardConfig::think_end_token},
 };
 constexpr std::string_view kDtypes[] = {"bfloat16", "float8_e4m3", "none"};  // as StatesDtype
 constexpr std::string_view kThinking = "thinking", kInstant = "instant";
@@ -135,6 +146,62 @@ absl::StatusOr<std::vector<SampleEntry>> ReadSampleTable(const Hdf5File& file, i
   return samples;
 }
 
+namespace {
+
+// by_class in columns, the classes in the order of TokenClass.
+struct ClassColumns {
+  std::vector<int64_t> count, histograms, compared;
+  std::vector<double> cosine, squared_cosine;
+};
+
+absl::Status WriteClasses(Hdf5File* file, int boundary, const BoundaryStatistics& statistics) {
+  ClassColumns columns;
+  for (const ClassStatistics& of_class : statistics.by_class) {
+    columns.count.push_back(of_class.count);
+    columns.histograms.insert(columns.histograms.end(), of_class.row_rms_histogram.begin(),
+                              of_class.row_rms_histogram.end());
+    columns.compared.push_back(of_class.compared);
+    columns.cosine.push_back(of_class.cosine);
+    columns.squared_cosine.push_back(of_class.squared_cosine);
+  }
+  const auto path = [&](std::string_view name) { return StatsPath(boundary, name); };
+  STATETAP_RETURN_IF_ERROR(file->WriteArray<int64_t>(path("class_count"), columns.count));
+  STATETAP_RETURN_IF_ERROR(
+      file->WriteArray<int64_t>(path("class_row_rms_histogram"), columns.histograms));
+  STATETAP_RETURN_IF_ERROR(file->WriteArray<int64_t>(path("class_compared"), columns.compared));
+  STATETAP_RETURN_IF_ERROR(file->WriteArray<double>(path("class_cosine"), columns.cosine));
+  return file->WriteArray<double>(path("class_squared_cosine"), columns.squared_cosine);
+}
+
+// Leaves zeros where the file has none of them: it is older.
+absl::Status ReadClasses(const Hdf5File& file, int boundary, BoundaryStatistics* statistics) {
+  const auto path = [&](std::string_view name) { return StatsPath(boundary, name); };
+  if (!file.HasDataset(path("class_count"))) return absl::OkStatus();
+  ClassColumns columns;
+  for (auto* column : {&columns.count, &columns.compared}) column->resize(kTokenClasses);
+  for (auto* column : {&columns.cosine, &columns.squared_cosine}) column->resize(kTokenClasses);
+  columns.histograms.resize(size_t{kTokenClasses} * kRmsBins);
+  STATETAP_RETURN_IF_ERROR(file.ReadArray<int64_t>(path("class_count"), columns.count));
+  STATETAP_RETURN_IF_ERROR(
+      file.ReadArray<int64_t>(path("class_row_rms_histogram"), columns.histograms));
+  STATETAP_RETURN_IF_ERROR(file.ReadArray<int64_t>(path("class_compared"), columns.compared));
+  STATETAP_RETURN_IF_ERROR(file.ReadArray<double>(path("class_cosine"), columns.cosine));
+  STATETAP_RETURN_IF_ERROR(
+      file.ReadArray<double>(path("class_squared_cosine"), columns.squared_cosine));
+  for (size_t c = 0; c < kTokenClasses; ++c) {
+    ClassStatistics& to = statistics->by_class[c];
+    to.count = columns.count[c];
+    std::copy_n(columns.histograms.begin() + static_cast<ptrdiff_t>(c * kRmsBins), kRmsBins,
+                to.row_rms_histogram.begin());
+    to.compared = columns.compared[c];
+    to.cosine = columns.cosine[c];
+    to.squared_cosine = columns.squared_cosine[c];
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace
+
 absl::Status WriteStatistics(Hdf5File* file, int boundary, StatesDtype dtype,
                              const BoundaryStatistics& statistics) {
   STATETAP_RETURN_IF_ERROR(file->MakeGroup(fmt::format("/stats/{}", boundary)));
@@ -151,7 +218,9 @@ absl::Status WriteStatistics(Hdf5File* file, int boundary, StatesDtype dtype,
     STATETAP_RETURN_IF_ERROR(
         file->WriteScalar<double>(path("squared_error"), statistics.squared_error));
   }
-  return file->WriteArray<int64_t>(path("row_rms_histogram"), statistics.row_rms_histogram);
+  STATETAP_RETURN_IF_ERROR(
+      file->WriteArray<int64_t>(path("row_rms_histogram"), statistics.row_rms_histogram));
+  return WriteClasses(file, boundary, statistics);
 }
 
 absl::StatusOr<BoundaryStatistics> ReadStatisticsOf(const Hdf5File& file, int boundary,
@@ -172,6 +241,7 @@ absl::StatusOr<BoundaryStatistics> ReadStatisticsOf(const Hdf5File& file, int bo
     STATETAP_ASSIGN_OR_RETURN(statistics.squared_error,
                               file.ReadScalar<double>(path("squared_error")));
   }
+  STATETAP_RETURN_IF_ERROR(ReadClasses(file, boundary, &statistics));
   return statistics;
 }
 
@@ -188,6 +258,8 @@ absl::Status WriteConfig(Hdf5File* file, const ShardConfig& config) {
   STATETAP_RETURN_IF_ERROR(file->SetAttribute("version", kShardVersion));
   for (const ConfigText& text : kConfigTexts)
     STATETAP_RETURN_IF_ERROR(file->SetAttribute(text.name, config.*text.field));
+  for (const ConfigToken& token : kConfigTokens)
+    STATETAP_RETURN_IF_ERROR(file->SetAttribute(token.name, int64_t{config.*token.field}));
   STATETAP_RETURN_IF_ERROR(
       file->SetAttribute("template_mode", config.thinking ? kThinking : kInstant));
   STATETAP_RETURN_IF_ERROR(file->SetAttribute("hidden", int64_t{config.hidden}));
@@ -217,6 +289,13 @@ absl::StatusOr<ShardConfig> ReadConfig(const Hdf5File& file) {
   ShardConfig config;
   for (const ConfigText& text : kConfigTexts) {
     STATETAP_ASSIGN_OR_RETURN(config.*text.field, file.StringAttribute(text.name));
+  }
+  for (const ConfigToken& token : kConfigTokens) {
+    if (!file.HasAttribute(token.name)) continue;
+    STATETAP_ASSIGN_OR_RETURN(const int64_t id, file.IntAttribute(token.name));
+    if (id < -1 || id > std::numeric_limits<int32_t>::max())
+      return Wrong(fmt::format("{} is {}", token.name, id));
+    config.*token.field = static_cast<int>(id);
   }
   STATETAP_ASSIGN_OR_RETURN(const std::string mode, file.StringAttribute("template_mode"));
   config.thinking = mode == kThinking;

@@ -30,10 +30,36 @@ bool EndsInLoop(std::span<const int32_t> ids) {
   return false;
 }
 
-void TokenReport::Add(const SampleRecord& sample) {
+namespace {
+
+int LengthBin(int64_t tokens) {
+  if (tokens < 1) return 0;
+  return std::min(kLengthBins - 1,
+                  static_cast<int>(std::floor(2 * std::log2(static_cast<double>(tokens)))));
+}
+
+void AddThought(const SampleRecord& sample, const ShardConfig& config, SourceReport& report) {
+  if (config.think_token < 0 || config.think_end_token < 0) return;
+  const auto& ids = sample.input_ids;
+  const auto begin = static_cast<size_t>(sample.prompt_tokens);
+  const bool opened = (begin > 0 && ids[begin - 1] == config.think_token) ||
+                      (begin < ids.size() && ids[begin] == config.think_token);
+  if (!opened) return;
+  ++report.thinking;
+  report.unclosed += std::find(ids.begin() + static_cast<ptrdiff_t>(begin), ids.end(),
+                               config.think_end_token) == ids.end();
+}
+
+}  // namespace
+
+void TokenReport::Add(const SampleRecord& sample, const ShardConfig& config) {
   SourceReport& report = sources_[sample.source];
+  const auto tokens = static_cast<int64_t>(sample.input_ids.size());
   ++report.samples;
-  report.tokens += static_cast<int64_t>(sample.input_ids.size());
+  report.tokens += tokens;
+  report.prompt_tokens += sample.prompt_tokens;
+  ++report.prompt_lengths[static_cast<size_t>(LengthBin(sample.prompt_tokens))];
+  ++report.answer_lengths[static_cast<size_t>(LengthBin(tokens - sample.prompt_tokens))];
   report.supervised += std::ranges::count(sample.loss_mask, uint8_t{1});
   for (size_t t = 0; t < sample.logprobs.size() && t < sample.entropies.size(); ++t) {
     const double surprise = -sample.logprobs[t], entropy = sample.entropies[t];
@@ -49,6 +75,7 @@ void TokenReport::Add(const SampleRecord& sample) {
       std::span(sample.input_ids).subspan(static_cast<size_t>(sample.prompt_tokens));
   report.hit_limit += sample.finish_reason == "length";
   report.empty += answer.size() <= 1;
+  AddThought(sample, config, report);
   // The stop token ends no loop.
   report.looping += EndsInLoop(
       sample.finish_reason == "stop" && !answer.empty() ? answer.first(answer.size() - 1) : answer);
@@ -68,6 +95,13 @@ void TokenReport::Merge(const TokenReport& other) {
     to.hit_limit += more.hit_limit;
     to.empty += more.empty;
     to.looping += more.looping;
+    to.thinking += more.thinking;
+    to.unclosed += more.unclosed;
+    to.prompt_tokens += more.prompt_tokens;
+    for (size_t bin = 0; bin < kLengthBins; ++bin) {
+      to.prompt_lengths[bin] += more.prompt_lengths[bin];
+      to.answer_lengths[bin] += more.answer_lengths[bin];
+    }
   }
 }
 

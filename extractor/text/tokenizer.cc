@@ -162,6 +162,7 @@ std::optional<int32_t> Tokenizer::SpecialId(std::string_view name) const {
   return impl_->specials.IdOf(name);
 }
 bool Tokenizer::IsSpecial(int32_t id) const { return impl_->specials.Contains(id); }
+int32_t Tokenizer::first_special() const { return vocab() - SpecialTokens::kCount; }
 int Tokenizer::vocab() const { return impl_->vocabulary.size() + SpecialTokens::kCount; }
 const std::string& Tokenizer::digest() const { return impl_->digest; }
 

@@ -41,7 +41,8 @@ class Tokenizer {
 
   std::optional<int32_t> SpecialId(std::string_view name) const;
   bool IsSpecial(int32_t id) const;
-  int vocab() const;  // ranks and specials
+  int32_t first_special() const;  // the ids from here to vocab() are special
+  int vocab() const;              // ranks and specials
   // SHA-256 over ranks, specials and the split pattern's version.
   const std::string& digest() const;
 

@@ -31,6 +31,8 @@ form { display: flex; flex-wrap: wrap; gap: .5rem 1rem; align-items: baseline; m
 h1 { overflow-wrap: anywhere; }
 .tokens { white-space: pre-wrap; overflow-wrap: anywhere; font: 13px/1.6 ui-monospace, monospace; }
 .tokens .s { background: var(--soft); border-bottom: 2px solid var(--mark); }
+.tokens .p1 { background: #f5d90a40; } .tokens .p2 { background: #f76b1566; }
+.tokens .p3 { background: #e5484d80; }
 @media print { body { max-width: none; } h2 { break-after: avoid; } svg, tr { break-inside: avoid; } }
 )css";
 

@@ -37,6 +37,26 @@ void Fill(int boundary, const BoundaryStatistics& from, v1::BoundaryStatistics& 
   to.mutable_row_rms_bins()->Assign(from.row_rms_histogram.begin(), from.row_rms_histogram.end());
 }
 
+void AddClasses(const BoundaryStatistics& from, v1::BoundaryStatistics& to) {
+  const ClassStatistics all = from.AllClasses();
+  to.set_cosine(all.MeanCosine());
+  to.set_cosine_std(all.CosineStd());
+  to.set_cosine_rows(all.compared);
+  if (all.count == 0) return;
+  for (size_t i = 0; i < kTokenClasses; ++i) {
+    const ClassStatistics& of_class = from.by_class[i];
+    v1::TokenClassStatistics& message = *to.add_token_classes();
+    message.set_token_class(std::string(NameOf(static_cast<TokenClass>(i))));
+    message.set_count(of_class.count);
+    message.set_row_rms_p01(QuantileOf(of_class.row_rms_histogram, 0.01));
+    message.set_row_rms_p50(QuantileOf(of_class.row_rms_histogram, 0.50));
+    message.set_row_rms_p99(QuantileOf(of_class.row_rms_histogram, 0.99));
+    message.set_cosine(of_class.MeanCosine());
+    message.set_cosine_std(of_class.CosineStd());
+    message.set_cosine_rows(of_class.compared);
+  }
+}
+
 // The channels that hold most of the energy, most first.
 void AddOutliers(const BoundaryStatistics& from, v1::BoundaryStatistics& to) {
   constexpr size_t kMost = 5;
@@ -77,6 +97,11 @@ void Fill(const std::string& source, const SourceReport& from, v1::SourceReport&
   to.set_hit_limit(from.hit_limit);
   to.set_empty(from.empty);
   to.set_looping(from.looping);
+  to.set_thinking(from.thinking);
+  to.set_unclosed(from.unclosed);
+  to.set_prompt_tokens(from.prompt_tokens);
+  to.mutable_prompt_length_bins()->Assign(from.prompt_lengths.begin(), from.prompt_lengths.end());
+  to.mutable_answer_length_bins()->Assign(from.answer_lengths.begin(), from.answer_lengths.end());
 }
 
 }  // namespace
@@ -89,6 +114,7 @@ v1::Statistics StatisticsMessage(const JoinedStatistics& joined, Channels channe
     v1::BoundaryStatistics& to = *message.add_boundaries();
     Fill(joined.boundaries[i], joined.statistics[i], to);
     AddOutliers(joined.statistics[i], to);
+    AddClasses(joined.statistics[i], to);
     if (channels == Channels::kYes) AddChannels(joined.statistics[i], to);
   }
   for (const auto& [source, report] : joined.tokens.sources()) {

@@ -8,8 +8,8 @@
 #include <vector>
 
 #include "extractor/base/text.h"
+#include "proto/messages/bin_range.h"
 #include "proto/messages/html.h"
-#include "proto/messages/rms_range.h"
 
 namespace statetap {
 namespace {
@@ -20,13 +20,15 @@ std::string Number(double value) { return std::isnan(value) ? "–" : fmt::forma
 
 std::string Percent(double share) { return fmt::format("{:.1f} %", 100 * share); }
 
-// A logarithmic axis of rms.
+using Bins = google::protobuf::RepeatedField<int64_t>;
+
+// A logarithmic axis.
 class Axis {
  public:
-  explicit Axis(const v1::Statistics& statistics) : range_(RmsRangeOf(statistics)) {}
-  double X(double log2_rms) const {
+  explicit Axis(const BinRange& range) : range_(range) {}
+  double X(double log2_value) const {
     return kLeft + (kWidth - kLeft - kRight) *
-                       (std::clamp(log2_rms, range_.low, range_.high) - range_.low) /
+                       (std::clamp(log2_value, range_.low, range_.high) - range_.low) /
                        (range_.high - range_.low);
   }
   // Ticks at powers of two, no more than a dozen.
@@ -43,12 +45,16 @@ class Axis {
   }
 
  private:
-  const RmsRange range_;
+  const BinRange range_;
 };
 
-std::string Label(const v1::BoundaryStatistics& boundary, double y) {
-  return fmt::format("<text x=\"{}\" y=\"{:.1f}\" text-anchor=\"end\">boundary {}</text>\n",
-                     kLeft - 10, y, boundary.boundary());
+std::string Label(std::string_view text, double y) {
+  return fmt::format("<text x=\"{}\" y=\"{:.1f}\" text-anchor=\"end\">{}</text>\n", kLeft - 10, y,
+                     text);
+}
+
+std::string NameOf(const v1::BoundaryStatistics& boundary) {
+  return fmt::format("boundary {}", boundary.boundary());
 }
 
 std::string Svg(std::string_view name, double height, std::string_view content) {
@@ -60,12 +66,12 @@ std::string Svg(std::string_view name, double height, std::string_view content) 
 
 std::string RangesSvg(const v1::Statistics& statistics) {
   constexpr double kRow = 26;
-  const Axis axis(statistics);
+  const Axis axis(RmsRangeOf(statistics));
   const double height = kRow * statistics.boundaries_size();
   std::string svg = axis.Ticks(height);
   double y = kRow / 2;
   for (const v1::BoundaryStatistics& boundary : statistics.boundaries()) {
-    svg += Label(boundary, y + 4);
+    svg += Label(NameOf(boundary), y + 4);
     if (boundary.count() > 0 && boundary.row_rms_p50() > 0) {
       svg += fmt::format(
           "<line class=\"line\" x1=\"{:.1f}\" x2=\"{:.1f}\" y1=\"{}\" y2=\"{}\"/>"
@@ -78,29 +84,55 @@ std::string RangesSvg(const v1::Statistics& statistics) {
   return Svg("rms of rows by boundary: median and 1 to 99 percent", height + 20, svg);
 }
 
+// Bars of one histogram that stands on `base`. `edge` gives log2 of a bin's lower edge.
+std::string Bars(const Bins& bins, double (*edge)(int), const Axis& axis, double base,
+                 double height) {
+  const auto most =
+      static_cast<double>(bins.empty() ? 0 : *std::max_element(bins.begin(), bins.end()));
+  std::string svg;
+  for (int bin = 0; bin < bins.size(); ++bin) {
+    if (bins[bin] == 0) continue;
+    const double x = axis.X(edge(bin)), end = axis.X(edge(bin + 1));
+    // What is there is seen, however little.
+    const double bar = std::max(1.0, height * static_cast<double>(bins[bin]) / most);
+    svg += fmt::format(
+        "<rect class=\"bar\" x=\"{:.1f}\" y=\"{:.1f}\" width=\"{:.1f}\" height=\"{:.1f}\"/>\n", x,
+        base - bar, end - x, bar);
+  }
+  return svg;
+}
+
 std::string HistogramsSvg(const v1::Statistics& statistics) {
   constexpr double kRow = 54, kBar = 44;
-  const Axis axis(statistics);
+  const Axis axis(RmsRangeOf(statistics));
   const double height = kRow * statistics.boundaries_size();
   std::string svg = axis.Ticks(height);
   double base = kRow;
   for (const v1::BoundaryStatistics& boundary : statistics.boundaries()) {
-    svg += Label(boundary, base - 4);
-    const auto& bins = boundary.row_rms_bins();
-    const auto most =
-        static_cast<double>(bins.empty() ? 0 : *std::max_element(bins.begin(), bins.end()));
-    for (int bin = 0; bin < bins.size(); ++bin) {
-      if (bins[bin] == 0) continue;
-      const double x = axis.X(RmsEdge(bin)), end = axis.X(RmsEdge(bin + 1));
-      // What is there is seen, however little.
-      const double bar = std::max(1.0, kBar * static_cast<double>(bins[bin]) / most);
-      svg += fmt::format(
-          "<rect class=\"bar\" x=\"{:.1f}\" y=\"{:.1f}\" width=\"{:.1f}\" height=\"{:.1f}\"/>\n", x,
-          base - bar, end - x, bar);
-    }
+    svg += Label(NameOf(boundary), base - 4) +
+           Bars(boundary.row_rms_bins(), RmsEdge, axis, base, kBar);
     base += kRow;
   }
   return Svg("rows by rms, each boundary to its own peak", height + 20, svg);
+}
+
+std::string LengthsSvg(const v1::Statistics& statistics) {
+  constexpr double kName = 18, kRow = 38, kBar = 32;
+  const Axis axis(LengthRangeOf(statistics));
+  const double height = (kName + 2 * kRow) * statistics.sources_size();
+  std::string svg = axis.Ticks(height);
+  double base = 0;
+  for (const v1::SourceReport& source : statistics.sources()) {
+    svg += fmt::format("<text x=\"0\" y=\"{}\">{}</text>\n", base + 13,
+                       EscapeHtml(CutMiddle(source.source(), 60)));
+    base += kName + kRow;
+    svg +=
+        Label("prompt", base - 4) + Bars(source.prompt_length_bins(), LengthEdge, axis, base, kBar);
+    base += kRow;
+    svg +=
+        Label("answer", base - 4) + Bars(source.answer_length_bins(), LengthEdge, axis, base, kBar);
+  }
+  return Svg("samples by tokens of prompt and answer, by source", height + 20, svg);
 }
 
 std::string BoundariesTable(const v1::Statistics& statistics) {
@@ -109,11 +141,26 @@ std::string BoundariesTable(const v1::Statistics& statistics) {
     rows.push_back({std::to_string(b.boundary()), std::to_string(b.layer_output()),
                     fmt::format("{}", b.count()), Number(b.mean()), Number(b.std()),
                     Number(b.row_rms_p01()), Number(b.row_rms_p50()), Number(b.row_rms_p99()),
-                    Number(b.abs_max()), fmt::format("{}", b.zero_rows()),
-                    fmt::format("{}", b.nonfinite())});
+                    Number(b.abs_max()), b.cosine_rows() == 0 ? "–" : Number(b.cosine()),
+                    fmt::format("{}", b.zero_rows()), fmt::format("{}", b.nonfinite())});
   }
   return HtmlTable({"#boundary", "#layer out", "#rows", "#mean", "#std", "#rms p01", "#p50", "#p99",
-                    "#abs max", "#zero rows", "#non-finite"},
+                    "#abs max", "#cosine", "#zero rows", "#non-finite"},
+                   rows);
+}
+
+std::string ClassesTable(const v1::Statistics& statistics) {
+  std::vector<std::vector<std::string>> rows;
+  for (const v1::BoundaryStatistics& boundary : statistics.boundaries()) {
+    for (const v1::TokenClassStatistics& c : boundary.token_classes()) {
+      rows.push_back({std::to_string(boundary.boundary()), EscapeHtml(c.token_class()),
+                      fmt::format("{}", c.count()), Number(c.row_rms_p01()),
+                      Number(c.row_rms_p50()), Number(c.row_rms_p99()), Number(c.cosine()),
+                      Number(c.cosine_std())});
+    }
+  }
+  if (rows.empty()) return "<p>Not recorded in these shards: an older version wrote them.</p>\n";
+  return HtmlTable({"#boundary", "tokens", "#rows", "#rms p01", "#p50", "#p99", "#cosine", "#±"},
                    rows);
 }
 
@@ -167,11 +214,13 @@ std::string SourcesTable(const v1::Statistics& statistics) {
                         ? "–"
                         : fmt::format("{:+.3f} ± {:.3f}", s.policy_gap(), s.policy_gap_error()),
                     fmt::format("{}", s.answers()), fmt::format("{}", s.hit_limit()),
-                    fmt::format("{}", s.empty()), fmt::format("{}", s.looping())});
+                    fmt::format("{}", s.empty()), fmt::format("{}", s.looping()),
+                    s.thinking() == 0 ? "–" : fmt::format("{}", s.unclosed())});
   }
-  return HtmlTable({"source", "#samples", "#tokens", "#supervised", "#−log p", "#entropy",
-                    "#policy gap", "#answers", "#hit limit", "#empty", "#looping"},
-                   rows);
+  return HtmlTable(
+      {"source", "#samples", "#tokens", "#supervised", "#−log p", "#entropy", "#policy gap",
+       "#answers", "#hit limit", "#empty", "#looping", "#no &lt;/think&gt;"},
+      rows);
 }
 
 std::string AlarmsList(const v1::Statistics& statistics) {
@@ -190,9 +239,15 @@ std::string StatisticsHtml(const v1::Statistics& statistics) {
   std::string html = fmt::format("<h2>Alarms</h2>\n{}", AlarmsList(statistics));
   html += fmt::format(
       "<h2>Rms of rows by boundary</h2>\n<p class=\"dim\">{} rows of {} samples. Boundary k is the "
-      "residual stream after k layers. Median, and 1 to 99 % of the rows; logarithmic.</p>\n{}{}",
+      "residual stream after k layers. Median, and 1 to 99 % of the rows; logarithmic. Cosine: of "
+      "rows with the same rows at the boundary captured before, the mean.</p>\n{}{}",
       statistics.rows(), statistics.samples(), RangesSvg(statistics), BoundariesTable(statistics));
   html += fmt::format("<h2>Rows by rms</h2>\n{}", HistogramsSvg(statistics));
+  html += fmt::format(
+      "<h2>By kind of token</h2>\n<p class=\"dim\">A token counts in the first of these that it "
+      "is: "
+      "first of its sample, special, supervised, prompt.</p>\n{}",
+      ClassesTable(statistics));
   html += fmt::format(
       "<h2>Channels with most energy</h2>\n<p class=\"dim\">A few channels that hold most of it "
       "are "
@@ -205,6 +260,10 @@ std::string StatisticsHtml(const v1::Statistics& statistics) {
       "lower temperatures, far above for text of another model, template or thinking mode.</p>\n"
       "{}{}",
       GapsSvg(statistics), SourcesTable(statistics));
+  html += fmt::format(
+      "<h2>Lengths</h2>\n<p class=\"dim\">Samples by tokens of prompt and answer, "
+      "each to its own peak; logarithmic.</p>\n{}",
+      LengthsSvg(statistics));
   return html;
 }
 

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <utility>
 
+#include "server/jobs/served_model.h"
+
 namespace statetap {
 
 absl::StatusOr<std::shared_ptr<const ShardReader>> ShardCache::Open(const ShardRow& shard) {
@@ -100,6 +102,7 @@ absl::StatusOr<JoinedStatistics> ShardCache::Statistics(const JobRecord& job,
     STATETAP_RETURN_IF_ERROR(add(joined, shard));
     joined.last_seq = shard.seq;
   }
+  ScoreFinals(scorer_, joined.finals);
   return joined;
 }
 

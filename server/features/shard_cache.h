@@ -19,9 +19,12 @@ namespace statetap {
 
 class ShardCache {
  public:
-  // At most `max_open` files are kept open beside those in use.
-  ShardCache(const JobStore& store, const ShardFolders& folders, size_t max_open = 32)
-      : store_(store), folders_(folders), max_open_(max_open) {}
+  static constexpr size_t kMaxOpen = 32;
+  // At most `max_open` files are kept open beside those in use. `scorer`: of the model whose states
+  // they are, for the statistics' look at final states; null: none.
+  ShardCache(const JobStore& store, const ShardFolders& folders, size_t max_open = kMaxOpen,
+             TokenScorer scorer = nullptr)
+      : store_(store), folders_(folders), max_open_(max_open), scorer_(std::move(scorer)) {}
 
   // NOT_FOUND or DATA_LOSS names the file.
   absl::StatusOr<std::shared_ptr<const ShardReader>> Open(const ShardRow& shard);
@@ -56,6 +59,7 @@ class ShardCache {
   const JobStore& store_;
   const ShardFolders& folders_;
   const size_t max_open_;
+  const TokenScorer scorer_;
   std::mutex mutex_;
   std::list<Entry> open_;  // most recently used first
   std::mutex statistics_mutex_;

@@ -60,7 +60,9 @@ JobRunner::JobRunner(JobStore& store, const ServedModel& model, Engine& engine,
   };
   listener.committed = [this] { CountShardBytes(); };
   listener.current = [this](int64_t key) { return ActiveOf(key); };
-  pipeline_.emplace(store, folders, std::move(listener), options.shards);
+  ShardPipeline::Options shards = options.shards;
+  shards.scorer = model.scorer;
+  pipeline_.emplace(store, folders, std::move(listener), shards);
 }
 
 JobRunner::~JobRunner() { Drain(std::chrono::steady_clock::now()); }
@@ -82,6 +84,9 @@ ShardConfig JobRunner::ShardConfigOf(const JobRecord& record, const JobPlan& pla
   config.template_name = std::string(NameOf(plan.text.render.kind));
   config.template_digest = TemplateDigest(plan.text.render.kind);
   config.thinking = plan.text.render.thinking;
+  config.first_special = model_.tokenizer->first_special();
+  config.think_token = model_.tokenizer->SpecialId("<think>").value_or(-1);
+  config.think_end_token = model_.tokenizer->SpecialId("</think>").value_or(-1);
   config.options_json = OptionsJson(plan.options);
   config.producer = std::string(kProducer);
   return config;

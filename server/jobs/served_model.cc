@@ -6,6 +6,8 @@
 
 #include "extractor/base/file.h"
 #include "extractor/base/json.h"
+#include "extractor/base/log.h"
+#include "extractor/checkpoint/output_head.h"
 
 namespace statetap {
 namespace {
@@ -51,6 +53,11 @@ absl::StatusOr<ServedModel> ServedModel::Of(const CheckpointIndex& checkpoint,
   model.stop_ids = StopIds(checkpoint, *model.tokenizer);
   model.inner_eps = options.inner_eps > 0 ? options.inner_eps : model.config.rms_norm_eps;
   model.max_seq_len = info.max_seq_len;
+  STATETAP_ASSIGN_OR_RETURN(OutputHead head, OutputHead::Open(checkpoint));
+  model.scorer = [head = std::move(head)](std::span<const uint16_t> states,
+                                          std::span<const int32_t> tokens) {
+    return head.LogProbabilities(states, tokens);
+  };
   return model;
 }
 
@@ -82,6 +89,12 @@ std::string ServedModel::RopeJson() const {
     object["mscale_all_dim"] = rope.mscale_all_dim;
   }
   return DumpJson(object);
+}
+
+void ScoreFinals(const TokenScorer& scorer, FinalCheck& finals) {
+  if (scorer == nullptr) return;
+  if (const absl::Status status = finals.Score(scorer); !status.ok())
+    LogWarning("final states are not compared with their tokens: {}", MessageOf(status));
 }
 
 std::string ContentConflict(const ContentConfig& job, const ContentConfig& server) {

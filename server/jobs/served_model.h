@@ -9,6 +9,7 @@
 
 #include "extractor/checkpoint/checkpoint_index.h"
 #include "extractor/engine/engine.h"
+#include "extractor/shard/final_check.h"
 #include "extractor/shard/shard_writer.h"
 #include "extractor/text/chat_template.h"
 #include "extractor/text/tokenizer.h"
@@ -29,6 +30,7 @@ struct ServedModel {
   std::vector<int32_t> stop_ids;
   double inner_eps = 0;
   int max_seq_len = 0;
+  TokenScorer scorer;  // its final norm and head, from the checkpoint; null: none
 
   // Opens the tokenizer beside the weights.
   static absl::StatusOr<ServedModel> Of(const CheckpointIndex& checkpoint,
@@ -41,6 +43,10 @@ struct ServedModel {
   std::string RopeJson() const;  // the rope parameters as a JSON object
   std::string_view quantization() const { return quantized ? "int4-g32" : "none"; }
 };
+
+// Where the checkpoint cannot be read any more the log says so and nothing is scored: a job is not
+// to wait for that. `scorer` may be null.
+void ScoreFinals(const TokenScorer& scorer, FinalCheck& finals);
 
 // Empty, or which field of a job's content differs from what this server would make, with both
 // values and what would help.

@@ -418,6 +418,7 @@ absl::StatusOr<std::string> ShardPipeline::AlarmsOf(int64_t key) const {
                               ShardReader::Open(folders_.FromStored(shard.path)));
     STATETAP_RETURN_IF_ERROR(joined.Add(*reader));
   }
+  ScoreFinals(options_.scorer, joined.finals);
   std::string text;
   for (const StatisticsAlarm& alarm : joined.Alarms())
     text += fmt::format("{}{}: {}", text.empty() ? "" : "; ", alarm.kind, alarm.message);

@@ -49,6 +49,7 @@ class ShardPipeline {
     // Of samples that wait for each of a job's shards, above which it fills another beside them:
     // three samples of 2K tokens of Kimi-K2.5.
     int64_t lag_bytes = int64_t{384} << 20;
+    TokenScorer scorer = nullptr;  // of the served model, for a job's gate; null: none
   };
   ShardPipeline(JobStore& store, ShardFolders& folders, Listener listener, Options options);
   ~ShardPipeline();

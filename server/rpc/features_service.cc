@@ -2,6 +2,7 @@
 
 #include <filesystem>
 
+#include "proto/messages/shard_check.h"
 #include "proto/messages/statistics.h"
 #include "server/features/sample_fetch.h"
 #include "server/rpc/blocking_stream.h"
@@ -36,25 +37,20 @@ void Take(FeatureStream& stream, grpc::ByteBuffer bytes) {
   if (!status.ok()) stream.Stop(status);
 }
 
-v1::CheckResult CheckShard(ShardCache& shards, const ShardRow& shard, const ShardFolders& folders) {
+v1::CheckResult CheckRow(ShardCache& shards, const ShardRow& shard, const ShardFolders& folders) {
   v1::CheckResult result;
-  result.set_shard(folders.FromStored(shard.path).filename().string());
   const auto check = [&]() -> absl::Status {
     STATETAP_ASSIGN_OR_RETURN(const auto reader, shards.OpenAnew(shard));
     if (reader->digest() != shard.digest) {
       return absl::DataLossError(
           fmt::format("its digest is {}, the store has {}", reader->digest(), shard.digest));
     }
-    STATETAP_ASSIGN_OR_RETURN(const std::vector<int64_t> damaged, reader->Verify());
-    for (const int64_t index : damaged)
-      result.add_damaged(reader->samples()[static_cast<size_t>(index)].id);
-    if (damaged.empty()) return absl::OkStatus();
-    return absl::DataLossError(fmt::format("{} of {} samples do not match their checksums",
-                                           damaged.size(), reader->samples().size()));
+    result = CheckShard(*reader);
+    return absl::OkStatus();
   };
-  const absl::Status status = check();
-  result.set_ok(status.ok());
-  result.set_message(std::string(MessageOf(status)));
+  if (const absl::Status status = check(); !status.ok())
+    result.set_message(std::string(MessageOf(status)));
+  result.set_shard(folders.FromStored(shard.path).filename().string());
   return result;
 }
 
@@ -134,7 +130,7 @@ grpc::Status FeaturesService::CheckShards(grpc::ServerContext* call,
   if (!shards.ok()) return ToGrpc(shards.status());
   for (const ShardRow& shard : *shards) {
     if (call->IsCancelled()) return grpc::Status::CANCELLED;
-    *response->add_results() = CheckShard(context_.shards, shard, context_.folders);
+    *response->add_results() = CheckRow(context_.shards, shard, context_.folders);
   }
   return grpc::Status::OK;
 }

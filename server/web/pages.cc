@@ -9,6 +9,7 @@
 #include "proto/messages/html.h"
 #include "proto/messages/statistics.h"
 #include "proto/messages/statistics_html.h"
+#include "proto/messages/surprise.h"
 #include "server/jobs/job_plan.h"
 #include "statetap/v1/jobs.pb.h"
 
@@ -285,8 +286,8 @@ absl::StatusOr<Pages::Page> Pages::Samples(const std::string& id, const std::str
   return Page(fmt::format("Samples of {}", job.name), Live::kNo, body);
 }
 
-// Supervised tokens marked; each token tells its id and log-probability when pointed at, and in a
-// table for those who do not point.
+// Supervised tokens marked, surprising ones coloured; each token tells its id and log-probability
+// when pointed at, and in a table for those who do not point.
 absl::StatusOr<std::string> Pages::Tokens(const SampleRecord& record) {
   std::string html = "<div class=\"tokens\">";
   std::vector<std::vector<std::string>> rows;
@@ -300,9 +301,9 @@ absl::StatusOr<std::string> Pages::Tokens(const SampleRecord& record) {
     const bool scored = t < record.logprobs.size() && std::isfinite(record.logprobs[t]);
     const std::string score = scored ? fmt::format("{:.3f}", record.logprobs[t]) : "–";
     const std::string text = EscapeHtml(decoder.Add(id));
-    html += fmt::format("<span{} title=\"token {}, id {}{}\">{}</span>",
-                        record.loss_mask[t] ? " class=\"s\"" : "", t, id,
-                        scored ? ", log p " + score : "", text);
+    html += fmt::format("<span class=\"{} p{}\" title=\"token {}, id {}{}\">{}</span>",
+                        record.loss_mask[t] ? "s" : "", scored ? SurpriseOf(record.logprobs[t]) : 0,
+                        t, id, scored ? ", log p " + score : "", text);
     rows.push_back({fmt::format("{}", t), fmt::format("{}", id), score,
                     record.loss_mask[t] ? "supervised" : "",
                     fmt::format("<span class=\"tokens\">{}</span>", text)});
@@ -325,7 +326,10 @@ absl::StatusOr<Pages::Page> Pages::Sample(const std::string& job_id, const std::
       record.id, Live::kNo,
       fmt::format(
           "<p>{}: source {}, split {}, {} tokens, {} of them prompt, {} supervised "
-          "(<span class=\"tokens\"><span class=\"s\">marked</span></span>), finish {}</p>\n{}",
+          "(<span class=\"tokens\"><span class=\"s\">marked</span></span>), finish {}. The model "
+          "gave a token a probability <span class=\"tokens\"><span class=\"p1\">below 50 %</span>, "
+          "<span class=\"p2\">below 10 %</span>, <span class=\"p3\">below 1 "
+          "%</span></span>.</p>\n{}",
           JobLink(job), EscapeHtml(record.source), EscapeHtml(record.split),
           record.input_ids.size(), record.prompt_tokens,
           std::ranges::count(record.loss_mask, uint8_t{1}), EscapeHtml(record.finish_reason),

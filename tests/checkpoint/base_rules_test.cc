@@ -53,6 +53,18 @@ TEST(BaseRulesTest, MissingMisshapenAndForeignTensorsAreRowsOfTheirKind) {
               HasSubstr("did you mean model.layers.*.mlp.experts.*.up_proj.weight_scale?"));
 }
 
+TEST(BaseRulesTest, AHeadThatIsTiedIsNotUsedAsLoadingSays) {
+  EditableCheckpoint checkpoint({.flat = true});
+  checkpoint.config["tie_word_embeddings"] = true;
+  const RuleReport report = Verify(checkpoint);
+  EXPECT_THAT(FaultsOf(report), ::testing::IsEmpty());
+  EXPECT_EQ(RowOf(report, "lm_head.weight").verdict, Verdict::kWarning);
+  EXPECT_THAT(RowOf(report, "lm_head.weight").why, HasSubstr("model.embed_tokens.weight"));
+  const TempDir folder;
+  checkpoint.Write(folder / "model");
+  EXPECT_OK(CheckpointIndex::Open(folder / "model").status());
+}
+
 TEST(BaseRulesTest, AHalfDownloadedFolderNamesItsFiles) {
   const TempDir folder;
   EditableCheckpoint().Write(folder / "model", 3);

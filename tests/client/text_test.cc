@@ -203,6 +203,25 @@ TEST(PlotTest, KeepsToTheWidthAndOrdersBoundaries) {
   }
 }
 
+TEST(PlotTest, LengthsKeepToTheWidthAndTellPromptFromAnswer) {
+  v1::Statistics statistics;
+  v1::SourceReport& source = *statistics.add_sources();
+  source.set_source(std::string(300, 's'));
+  for (int bin = 0; bin < 44; ++bin) {
+    source.add_prompt_length_bins(bin == 10 ? 5 : 0);
+    source.add_answer_length_bins(bin == 20 || bin == 21 ? 2 : 0);
+  }
+  for (const int width : {40, 100}) {
+    const std::string lengths = PlotLengths(statistics, width);
+    const std::vector<std::string> lines = LinesOf(lengths.substr(lengths.find('\n') + 1));
+    ASSERT_EQ(lines.size(), 4u);
+    for (const std::string& line : lines) EXPECT_LE(DisplayWidth(line), width) << line;
+    EXPECT_LT(DisplayWidth(lines[1]), DisplayWidth(lines[2])) << "answers are longer";
+    EXPECT_NE(lines[3].find("32"), std::string::npos) << "2^(10/2) tokens";
+  }
+  EXPECT_NE(PlotLengths(v1::Statistics(), 80).find("tokens"), std::string::npos);
+}
+
 TEST(PlotTest, NoRowsIsNoCrash) {
   v1::Statistics statistics;
   statistics.add_boundaries()->set_boundary(2);
@@ -246,7 +265,7 @@ TEST(MarkedTextTest, MarksIdsAndSpace) {
   const std::vector<int32_t> ids = {0, 1, 2, 3};
   const std::string mask("\0\1\1\0", 4);
   const auto marked = [&](const MarkedTextStyle& style) {
-    return MarkedText(text, ids, mask, style).value();
+    return MarkedText(text, ids, mask, {}, style).value();
   };
   EXPECT_EQ(marked({}), "ab⟦ c\n日本⟧\\x1b");
   EXPECT_EQ(marked({.ids = true}), "ab‹0›⟦ c\n‹1›日本‹2›⟧\\x1b‹3›");
@@ -260,7 +279,7 @@ TEST(MarkedTextTest, SpecialTokensHaveAColourThatTextSpellingThemHasNot) {
   const std::vector<int32_t> ids = {0, 1, 2, 0, 0};
   const std::string mask("\0\0\1\1\1", 5);
   const auto marked = [&](const MarkedTextStyle& style) {
-    return MarkedText(text, ids, mask, style).value();
+    return MarkedText(text, ids, mask, {}, style).value();
   };
   const std::string supervised = "\x1b[35;4m<|end|>\x1b[24m\x1b[32m";
   EXPECT_EQ(marked({.colour = true}),
@@ -270,10 +289,26 @@ TEST(MarkedTextTest, SpecialTokensHaveAColourThatTextSpellingThemHasNot) {
   EXPECT_EQ(marked({}), "<|end|><|end|>⟦a b<|end|><|end|>⟧") << "none where it is piped";
 }
 
+TEST(MarkedTextTest, BackgroundsTellProbabilities) {
+  FixedText text({"a", "b", "c", "d", "e"});
+  const std::vector<int32_t> ids = {0, 1, 2, 3, 4};
+  const std::string mask("\0\1\1\1\1", 5);
+  const auto log_of = [](double p) { return static_cast<float>(std::log(p)); };
+  const std::vector<float> logprobs = {std::nanf(""), log_of(0.9), log_of(0.001), log_of(0.002),
+                                       log_of(0.3)};
+  const auto marked = [&](const MarkedTextStyle& style) {
+    return MarkedText(text, ids, mask, logprobs, style).value();
+  };
+  EXPECT_EQ(marked({.colour = true, .logprobs = true}),
+            "a\x1b[32mb\x1b[48;5;88mcd\x1b[48;5;58me\x1b[49m\x1b[39m");
+  EXPECT_EQ(marked({.colour = true}), "a\x1b[32mbcde\x1b[39m");
+  EXPECT_EQ(marked({.logprobs = true}), "a⟦bcde⟧") << "no colour without a terminal";
+}
+
 TEST(MarkedTextTest, LinesKeepToTheTerminal) {
   FixedText text({"words and 日本語 of\nmany ", "columns"});
   for (int width = 8; width < 40; ++width) {
-    const std::string marked = MarkedText(text, {0, 1, 0}, std::string("\0\1\0", 3),
+    const std::string marked = MarkedText(text, {0, 1, 0}, std::string("\0\1\0", 3), {},
                                           {.ids = true, .whitespace = true, .width = width})
                                    .value();
     for (const std::string& line : LinesOf(marked)) EXPECT_LE(DisplayWidth(line), width) << line;

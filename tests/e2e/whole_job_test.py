@@ -194,6 +194,111 @@ class WholeJobTest(unittest.TestCase):
             self.assertAlmostEqual(got["std"], rows.std(), delta=rms * 1e-9)
             self.assertEqual((got["min"], got["max"]), (rows.min(), rows.max()))
 
+    def test_statistics_by_class_equal_fp64(self):
+        by_class = {(c["boundary"], c["token_class"]): c for c in self.server.json("stats", "greedy", "--by", "class")["by_class"]}
+        boundaries = {b["boundary"]: b for b in self.server.json("stats", "greedy")["boundaries"]}
+        ids = np.concatenate([s["ids"] for s in self.stored.values()])
+        mask = np.concatenate([s["mask"] for s in self.stored.values()])
+        first = np.concatenate([np.arange(len(s["ids"])) == 0 for s in self.stored.values()])
+        kind = np.where(first, "first", np.where(ids >= 2048, "special", np.where(mask == 1, "supervised", "prompt")))
+        before = None
+        for boundary in TAPS + [LAYERS]:
+            rows = np.concatenate([s[boundary] for s in self.stored.values()]).astype(np.float64)
+            rms = np.sqrt((rows ** 2).mean(axis=1))
+            cosine = None if before is None else (rows * before).sum(1) / np.linalg.norm(rows, axis=1) / np.linalg.norm(before, axis=1)
+            if before is None:
+                self.assertIsNone(boundaries[boundary]["cosine"])
+            else:
+                self.assertAlmostEqual(boundaries[boundary]["cosine"], cosine.mean(), delta=1e-12)
+                self.assertAlmostEqual(boundaries[boundary]["cosine_std"], cosine.std(), delta=1e-7)
+            for name in ("first", "special", "supervised", "prompt"):
+                got, here = by_class[boundary, name], kind == name
+                self.assertGreater(here.sum(), 0)
+                self.assertEqual(got["count"], here.sum())
+                self.assertLess(abs(np.log2(got["row_rms_p50"] / np.sort(rms[here])[(here.sum() + 1) // 2 - 1])), 1 / 16 + 1e-9)
+                if before is not None:
+                    self.assertAlmostEqual(got["cosine"], cosine[here].mean(), delta=1e-12)
+            before = rows
+
+    def write_foreign(self, folder, states, cut=0):
+        """As vLLM's connector writes: a file a sequence, the last `cut` tokens left out. `states` gives a sample's slots from those stored."""
+        folder.mkdir()
+        for name, sample in self.stored.items():
+            ids = sample["ids"][:len(sample["ids"]) - cut].astype(np.int64)
+            slots = states(name, np.stack([sample[b] for b in TAPS + [LAYERS]], axis=1)[:len(ids)])
+            bits = (slots.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
+            header = json.dumps({"hidden_states": {"dtype": "BF16", "shape": list(bits.shape), "data_offsets": [0, bits.nbytes]},
+                                 "token_ids": {"dtype": "I64", "shape": [len(ids)], "data_offsets": [bits.nbytes, bits.nbytes + ids.nbytes]}}).encode()
+            (folder / f"{name}.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bits.tobytes() + ids.tobytes())
+
+    def test_compare_with_another_engine_equals_fp64(self):
+        damaged = list(self.stored)[7]
+        random = np.random.default_rng(1)
+
+        def states(name, slots):
+            if name == damaged:
+                slots = slots.copy()
+                slots[:, 1] *= 1 + 0.1 * random.standard_normal(slots[:, 1].shape).astype(np.float32)
+                slots[:, 3] = slots[::-1, 3]
+            return slots
+
+        self.write_foreign(work / "vllm", states, cut=1)
+        report = self.server.json("compare", "greedy", "--with", work / "vllm", "--model", MODEL, "--head-rows", 100000)
+        self.assertEqual((report["pairs"], report["only_here"], report["only_there"]), (64, [], []))
+        self.assertEqual(len(report["other_tokens"]), 64, "the last token is not there")
+        norm, head = tensor("language_model.model.norm.weight").astype(np.float64), tensor("language_model.lm_head.weight").astype(np.float64)
+        random = np.random.default_rng(1)
+        ours, theirs = [], []
+        for name, sample in self.stored.items():
+            slots = np.stack([sample[b] for b in TAPS + [LAYERS]], axis=1)[:-1]
+            ours.append(slots)
+            theirs.append((states(name, slots).astype(np.float32).view(np.uint32) & 0xffff0000).view(np.float32))
+        ours, theirs = np.concatenate(ours).astype(np.float64), np.concatenate(theirs).astype(np.float64)
+        for slot, boundary in enumerate(TAPS + [LAYERS]):
+            got = report["boundaries"][slot]
+            a, b = ours[:, slot], theirs[:, slot]
+            cosine = (a * b).sum(1) / np.linalg.norm(a, axis=1) / np.linalg.norm(b, axis=1)
+            self.assertEqual((got["boundary"], got["rows"], got["nonfinite"]), (boundary, len(a), 0))
+            self.assertAlmostEqual(got["cosine"], cosine.mean(), delta=1e-12)
+            self.assertAlmostEqual(got["lowest_cosine"], cosine.min(), delta=1e-12)
+            self.assertAlmostEqual(got["relative_error"], np.linalg.norm(a - b) / np.linalg.norm(b), delta=1e-7)
+
+        def log_softmax(final):
+            logits = final / np.sqrt((final ** 2).mean(-1, keepdims=True) + 1e-5) * norm @ head.T
+            logits -= logits.max(-1, keepdims=True)
+            return logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+
+        p, q = log_softmax(ours[:, 3]), log_softmax(theirs[:, 3])
+        kl = (np.exp(p) * (p - q)).sum(-1)
+        self.assertEqual(report["head"]["rows"], len(ours))
+        self.assertAlmostEqual(report["head"]["kl"], kl.mean(), delta=1e-4 * kl.mean())
+        self.assertAlmostEqual(report["head"]["highest_kl"], kl.max(), delta=1e-3 * kl.max())
+        self.assertAlmostEqual(report["head"]["top1_agreement"], (p.argmax(-1) == q.argmax(-1)).mean(), delta=2 / len(ours))
+        self.assertEqual((report["worst"][0]["id"], report["worst"][0]["boundary"]), (damaged, LAYERS))
+        self.assertEqual([s["relative_error"] for s in report["worst"][1:]], [0] * 9)
+
+        self.server.cli("compare", self.job["shards_path"], "--with", work / "vllm", "--max-error", 0.01, expect=1)
+        text = self.server.cli("compare", "greedy", "--with", work / "vllm", "--pairs", 3, "--model", MODEL).stdout
+        self.assertIn("3 pairs", text)
+        wrong = self.server.cli("compare", "greedy", "--with", work / "vllm", "--boundaries", "2,8", expect=2)
+        self.assertIn("4 slots", wrong.stderr)
+        self.assertIn("no safetensors", self.server.cli("compare", "greedy", "--with", work / "data", expect=2).stderr)
+
+    def test_two_jobs_are_compared_by_id(self):
+        lines = self.prompts.read_text().splitlines()
+        part = write_lines("part.jsonl", lines[:20] + [json.dumps({"id": "extra", "input_ids": [1, 2, 3]})])
+        self.server.cli("submit", part, "--name", "part", "--mode", "generate", "--temperature", 0, "--max-new-tokens", 16, "--taps", "4,5", "--wait")
+        report = self.server.json("stats", "part", "--compare", self.job["shards_path"], "--model", MODEL)
+        self.assertEqual((report["pairs"], report["only_here"], len(report["only_there"])), (20, ["extra"], 44))
+        self.assertEqual([b["boundary"] for b in report["boundaries"]], [4, 5, LAYERS])
+        self.assertGreater(len(report["other_tokens"]), 0, "those that were cut at 16 tokens go on in the other job")
+        if BACKEND == "cpu":
+            self.assertEqual([b["relative_error"] for b in report["boundaries"]], [0, 0, 0])
+            self.assertEqual((report["head"]["top1_agreement"], report["head"]["highest_kl"]), (1, 0))
+        self.assertLess(report["boundaries"][-1]["relative_error"], 0.1)
+        nothing = self.server.cli("stats", "part", "--compare", "greedy", "--where", 'id == "extra"', expect=1)
+        self.assertIn("none in both", nothing.stderr)
+
     def stream(self, group, count, acknowledge):
         """Receives `count` samples by the stock client; acknowledges up to `acknowledge`."""
         outbox = queue.Queue()
@@ -319,6 +424,79 @@ class WholeJobTest(unittest.TestCase):
         result = subprocess.run([BIN / "statetap", "--server", "127.0.0.1:1", "list"], capture_output=True, text=True, timeout=120)
         self.assertEqual(result.returncode, 1)
         self.assertIn("127.0.0.1:1", result.stderr)
+
+
+class ReportTest(unittest.TestCase):
+    """A job with several faults at once: the report alone names each. And a sound one, which it leaves in peace."""
+
+    @classmethod
+    def setUpClass(cls):
+        cls.server = Server(work / "report")
+        chats = ROOT / "tests/data/tiny-kimi/conversations_64.jsonl"
+        common = ["--mode", "prefill", "--logprobs", "on", "--shard-bytes", "1MiB", "--wait"]
+        cls.server.cli("submit", chats, "--name", "other template", "--template", "kimi-k2-instruct", *common)
+        cls.server.cli("submit", ROOT / "examples/prompts_64.jsonl", "--name", "sound", "--max-new-tokens", 128, "--shard-bytes", "1MiB", "--wait")
+        cls.sound = cls.server.json("show", "sound")["shards_path"]
+
+    @classmethod
+    def tearDownClass(cls):
+        assert cls.server.stop() == 0
+
+    @staticmethod
+    def alter(source, name, *faults):
+        subprocess.run([os.environ["ALTER_SHARDS"], source, work / name, *faults], check=True)
+        return work / name
+
+    def alarms(self, *words):
+        return {(a["kind"], a["boundary"]): a["message"] for a in self.server.json("stats", *words)["alarms"]}
+
+    def test_dead_tap_doubled_norm_wrong_template_and_drift_are_named_by_the_report(self):
+        source = self.server.json("show", "other template")["shards_path"]
+        drifted = sorted(pathlib.Path(source).glob("*.h5"))[1].name
+        altered = self.alter(source, "four-faults", "zero=4", f"normed={MODEL}", "scaled=1:2")
+        alarms = self.alarms(altered)
+        self.assertIn(("zero_boundary", 4), alarms)
+        self.assertIn(("normed_boundary", LAYERS), alarms)
+        self.assertIn("conversations_64.jsonl", alarms["policy_gap", -1])
+        self.assertIn(drifted, alarms["shard_drift", 2])
+        self.assertIn(drifted, alarms["shard_drift", 5])
+        self.assertIn(("final_mismatch", LAYERS), self.alarms(altered, "--model", MODEL))
+        text = self.server.cli("stats", altered, "--html", work / "report.html", "--plot").stdout
+        html = (work / "report.html").read_text()
+        for said in ("zero_boundary", "normed_boundary", "policy_gap", "shard_drift", drifted):
+            self.assertIn(said, text)
+            self.assertIn(said, html)
+        self.assertIn("by length of prompt and answer", text)
+        for said in ("kimi-k2-instruct", "<h2>Lengths</h2>", "<h2>By kind of token</h2>", "<h2>Channels with most energy</h2>"):
+            self.assertIn(said, html)
+        self.assertNotIn("http://", html)
+        self.server.cli("check", altered)  # whole files: it is the report that tells
+
+    def test_a_sound_job_raises_no_alarm(self):
+        self.assertEqual(self.alarms("sound"), {}, "the server compares final states with its own head")
+        self.assertEqual(self.alarms(self.sound, "--model", MODEL), {})
+        text = self.server.cli("stats", "sound").stdout
+        self.assertIn("no </think>", text)
+
+    def test_a_final_state_that_is_not_the_tokens_is_an_alarm(self):
+        altered = self.alter(self.sound, "normed", f"normed={MODEL}")
+        alarms = self.alarms(altered, "--model", MODEL)
+        self.assertIn(("final_mismatch", LAYERS), alarms)
+        self.assertIn("shard-", alarms["final_mismatch", LAYERS])
+
+    def test_check_captures_again(self):
+        result = self.server.json("check", self.sound, "--model", "--samples", 6)
+        self.assertEqual(result["model"]["model_here"], result["model"]["model_there"])
+        self.assertEqual([s["ok"] for s in result["model"]["samples"]], [True] * 6)
+        if BACKEND == "cpu":
+            self.assertEqual([s["relative_error"] for s in result["model"]["samples"]], [0] * 6)
+        self.assertEqual({job["name"] for job in self.server.json("list")["jobs"]}, {"other template", "sound"}, "its job is gone again")
+        altered = self.alter(self.sound, "scaled", "scaled=0:1.2")
+        different = self.server.json("check", altered, "--model", "--samples", 64, expect=1)["model"]["samples"]
+        self.assertTrue(any(s["ok"] for s in different))
+        self.assertTrue(any(not s["ok"] for s in different))
+        self.assertIn("DIFFERS", self.server.cli("check", altered, "--model", "--samples", 64, expect=1).stdout)
+        self.assertIn("--model", self.server.cli("check", altered, "--samples", 3, expect=2).stderr)
 
 
 class LifeTest(unittest.TestCase):

@@ -55,7 +55,8 @@ class ShardTest(unittest.TestCase):
     def test_groups_and_datasets_are_the_promised_ones(self):
         names = []
         self.file.visititems(lambda name, item: names.append(name) if isinstance(item, h5py.Dataset) else None)
-        stats = "count mean m2 min max abs_max row_rms_histogram zero_rows nonfinite".split()
+        stats = ("count mean m2 min max abs_max row_rms_histogram zero_rows nonfinite class_count class_row_rms_histogram "
+                 "class_compared class_cosine class_squared_cosine").split()
         samples = ("row_offset id source meta split digest prompt_tokens finish_reason truncated "
                    "source_index checksum").split()
         self.assertCountEqual(
@@ -134,6 +135,27 @@ class ShardTest(unittest.TestCase):
             bins = np.floor(8 * (np.log2(np.sqrt((values**2).mean(1))) + 16)).astype(int)
             np.testing.assert_array_equal(stats["row_rms_histogram"][:], np.bincount(bins, minlength=256))
 
+    def test_statistics_by_class_are_those_of_the_rows(self):
+        ids, mask, offsets = self.file["tokens/ids"][:], self.file["tokens/loss_mask"][:], self.file["samples/row_offset"][:]
+        classes = np.where(ids >= self.file.attrs["first_special_token"], 1, np.where(mask == 1, 2, 3))
+        classes[offsets[:-1]] = 0
+        before = None
+        for index, boundary in enumerate(BOUNDARIES):
+            stats = self.file[f"stats/{boundary}"]
+            values = as_float32(expected_bits(index)).astype(np.float64)
+            bins = np.floor(8 * (np.log2(np.sqrt((values**2).mean(1))) + 16)).astype(int)
+            histograms = stats["class_row_rms_histogram"][:].reshape(4, 256)
+            for c in range(4):
+                np.testing.assert_array_equal(histograms[c], np.bincount(bins[classes == c], minlength=256))
+            self.assertEqual(stats["class_count"][:].tolist(), np.bincount(classes, minlength=4).tolist())
+            cosines = np.zeros(ROWS)
+            if before is not None:
+                cosines = (values * before).sum(1) / np.linalg.norm(values, axis=1) / np.linalg.norm(before, axis=1)
+            self.assertEqual(stats["class_compared"][:].tolist(), [0] * 4 if before is None else stats["class_count"][:].tolist())
+            np.testing.assert_allclose(stats["class_cosine"][:], [cosines[classes == c].sum() for c in range(4)], rtol=1e-12)
+            np.testing.assert_allclose(stats["class_squared_cosine"][:], [(cosines[classes == c] ** 2).sum() for c in range(4)], rtol=1e-12)
+            before = values
+
     def test_attributes(self):
         attributes = self.file.attrs
         self.assertIn("T", attributes["created"])
@@ -147,7 +169,7 @@ class ShardTest(unittest.TestCase):
             "taps": [0, 2], "tap_layer_outputs": [-1, 1], "final_norm": "pre",
             "rms_norm_eps": 1e-5, "inner_eps": 1e-6, "tokenizer_digest": "feed",
             "template_name": "kimi-k2.5", "template_digest": "beef", "template_mode": "instant",
-            "dtype": "bfloat16"})
+            "first_special_token": 2000, "think_token": 150001, "think_end_token": 150002, "dtype": "bfloat16"})
         self.assertEqual(json.loads(attributes["rope"])["type"], "yarn")
         self.assertEqual(json.loads(attributes["options"]), {"mode": "generate"})
 

@@ -104,6 +104,20 @@ TEST(FindAlarmsTest, ANormedFinalIsFound) {
   EXPECT_THAT(find(Normed(final_states)), ElementsAre("normed_boundary 8"));
 }
 
+// Channels of small weight hold most of some rows: those end lower, none ends higher.
+TEST(FindAlarmsTest, ANormWithWeightsIsFoundBehindADeadTapToo) {
+  const auto growing = [](int t) { return t % 20 == 0 ? 400.0 : 20.0 + t % 30; };
+  Rows normed = Normed(RandomRows(200, 3, growing));
+  for (size_t row = 0; row < normed.size(); row += kHidden)
+    for (int c = 0; c < kHidden; ++c)
+      normed[row + c] = FloatToBf16(Bf16ToFloat(normed[row + c]) * (row % 20 == 0 ? 0.8f : 1.7f));
+  const std::vector<BoundaryStatistics> statistics = {StatisticsOf(RandomRows(200, 4, growing)),
+                                                      StatisticsOf(Rows(200 * kHidden, 0)),
+                                                      StatisticsOf(normed)};
+  EXPECT_THAT(NamesOf(FindAlarms(std::vector<int>{2, 5, 8}, statistics)),
+              ElementsAre("zero_boundary 5", "normed_boundary 8"));
+}
+
 TEST(FindDriftTest, AShardAwayFromTheOthersIsNamed) {
   std::vector<ShardLevel> shards;
   for (int i = 0; i < 4; ++i) {
@@ -135,9 +149,9 @@ SampleRecord Scored(std::string source, int tokens, double surprise, double entr
 
 TEST(FindPolicyGapsTest, TextOfAnotherModelIsFoundBySource) {
   TokenReport tokens;
-  tokens.Add(Scored("own", 100, 1.2, 1.1));
-  tokens.Add(Scored("people", 100, 3.0, 1.4));
-  tokens.Add(Scored("cold", 100, 0.2, 1.1));
+  tokens.Add(Scored("own", 100, 1.2, 1.1), {});
+  tokens.Add(Scored("people", 100, 3.0, 1.4), {});
+  tokens.Add(Scored("cold", 100, 0.2, 1.1), {});
   const auto alarms = FindPolicyGaps(tokens);
   EXPECT_THAT(NamesOf(alarms), ElementsAre("policy_gap -1"));
   EXPECT_THAT(alarms.front().message, HasSubstr("source people"));
@@ -145,11 +159,11 @@ TEST(FindPolicyGapsTest, TextOfAnotherModelIsFoundBySource) {
 
 TEST(FindPolicyGapsTest, FewTokensAreNoAlarm) {
   TokenReport tokens;
-  tokens.Add(Scored("one token", 1, 9, 1));  // without a standard error
-  tokens.Add(Scored("none", 0, 0, 0));
+  tokens.Add(Scored("one token", 1, 9, 1), {});  // without a standard error
+  tokens.Add(Scored("none", 0, 0, 0), {});
   SampleRecord odd = Scored("two that differ", 2, 9, 1);
   odd.logprobs[1] = 0;
-  tokens.Add(odd);
+  tokens.Add(odd, {});
   EXPECT_THAT(FindPolicyGaps(tokens), IsEmpty());
 }
 

@@ -35,6 +35,9 @@ inline ShardConfig MakeShardConfig(int hidden, std::vector<int> boundaries, int 
   config.template_name = "kimi-k2.5";
   config.template_digest = "beef";
   config.thinking = false;
+  config.first_special = 150000;
+  config.think_token = 150001;
+  config.think_end_token = 150002;
   config.options_json = R"({"mode":"generate"})";
   config.producer = "statetap 0.1.0";
   return config;

@@ -12,6 +12,7 @@ constexpr int kTokens[] = {3, 1, 300, 77};
 
 absl::Status Write(const char* path, StatesDtype dtype) {
   ShardConfig config = testing::MakeShardConfig(128, {0, 2, 8});
+  config.first_special = 2000;
   config.dtype = dtype;
   STATETAP_ASSIGN_OR_RETURN(const auto writer,
                             ShardWriter::Create(path, config, {.rows_per_chunk = 32}));

@@ -9,12 +9,14 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <thread>
 
 #include "extractor/base/digest.h"
 #include "extractor/base/file.h"
 #include "extractor/shard/footer.h"
+#include "extractor/shard/statistics_check.h"
 #include "tests/shard/sample_maker.h"
 #include "tests/support/temp_dir.h"
 
@@ -374,6 +376,74 @@ absl::Status WriteOtherFormat(const std::filesystem::path& path, std::string_vie
   STATETAP_ASSIGN_OR_RETURN(footer.structure_digest, StructureDigest(file, footer));
   const std::string bytes = EncodeFooter(footer);
   return file.WriteAt(footer.hdf5_bytes, std::as_bytes(std::span(bytes)));
+}
+
+// A file of commit 44da3d3, which knew neither classes of tokens nor their ids.
+TEST_F(ShardReaderTest, AShardWithoutStatisticsByClassReads) {
+  ASSERT_OK_AND_ASSIGN(
+      const auto reader,
+      ShardReader::Open(STATETAP_SOURCE_DIR "/tests/data/shard/without-classes.h5"));
+  EXPECT_EQ(reader->config().first_special, -1);
+  EXPECT_EQ(reader->config().think_token, -1);
+  ASSERT_OK_AND_ASSIGN(const auto statistics, reader->ReadStatistics());
+  for (const BoundaryStatistics& boundary : statistics) {
+    EXPECT_EQ(boundary.count, 381);
+    EXPECT_EQ(boundary.AllClasses().count, 0);
+    EXPECT_TRUE(std::isnan(boundary.AllClasses().MeanCosine()));
+  }
+  ASSERT_OK_AND_ASSIGN(const auto damaged, reader->Verify());
+  EXPECT_TRUE(damaged.empty());
+  EXPECT_OK(CheckStatistics(*reader));
+}
+
+TEST_F(ShardReaderTest, StatisticsAreThoseOfTheStates) {
+  for (const StatesDtype dtype : {StatesDtype::kBf16, StatesDtype::kFp8}) {
+    ShardConfig config = MakeShardConfig(128, {0, 2, 8});
+    config.dtype = dtype;
+    std::vector<TestSample> samples;
+    for (const int tokens : {1, 5, 300})
+      samples.push_back(MakeSample(config, tokens, static_cast<uint32_t>(tokens)));
+    samples[2].states[1][64] = 0x7f80;  // infinity
+    std::fill_n(samples[2].states[2].begin(), 128, uint16_t{0});
+    const auto path = folder_ / fmt::format("{}.h5", NameOf(dtype));
+    ASSERT_OK(testing::WriteShard(path, config, samples));
+    ASSERT_OK_AND_ASSIGN(const auto reader, ShardReader::Open(path));
+    EXPECT_OK(CheckStatistics(*reader)) << NameOf(dtype);
+  }
+}
+
+// States of one shard beside the statistics of another: its checksums hold.
+TEST_F(ShardReaderTest, StatisticsOfOtherStatesAreFound) {
+  ShardConfig config = MakeShardConfig(128, {0, 2});
+  TestSample sample = MakeSample(config, 40, 1);
+  BoundaryStatistics sound(128), other(128);
+  const auto classes = TokenClassesOf(sample.record.input_ids, sample.record.loss_mask, 150000);
+  sound.Add(sample.states[0], classes);
+  other.Add(sample.states[1], classes, sample.states[0]);
+  const auto check = [&](const BoundaryStatistics& second,
+                         const std::string& name) -> absl::Status {
+    STATETAP_RETURN_IF_ERROR(testing::WriteShard(folder_ / name, config, std::span(&sample, 1),
+                                                 {.statistics = ShardWriter::Statistics::kLeaveOut,
+                                                  .kept_statistics = {sound, second}})
+                                 .status());
+    STATETAP_ASSIGN_OR_RETURN(const auto reader, ShardReader::Open(folder_ / name));
+    return CheckStatistics(*reader);
+  };
+  EXPECT_OK(check(other, "sound.h5"));
+  BoundaryStatistics wrong = other;
+  wrong.max[7] *= 2;
+  EXPECT_THAT(check(wrong, "max.h5"),
+              StatusIs(absl::StatusCode::kDataLoss, "max of channel 7 of boundary 2"));
+  wrong = other;
+  wrong.mean[3] += 1e-5;
+  EXPECT_THAT(check(wrong, "mean.h5"), StatusIs(absl::StatusCode::kDataLoss, "mean of channel 3"));
+  wrong = other;
+  ++wrong.zero_rows;
+  EXPECT_THAT(check(wrong, "zero.h5"), StatusIs(absl::StatusCode::kDataLoss, "zero_rows"));
+  wrong = other;
+  wrong.by_class[3].cosine += 1e-3;
+  EXPECT_THAT(check(wrong, "cosine.h5"),
+              StatusIs(absl::StatusCode::kDataLoss, "cosine of class prompt"));
 }
 
 TEST_F(ShardReaderTest, OtherFormatsAndLaterVersionsAreRefusedAsSuch) {

@@ -125,6 +125,9 @@ TEST(ShardWriterTest, ConfigComesBack) {
   EXPECT_EQ(found.template_name, config.template_name);
   EXPECT_EQ(found.template_digest, config.template_digest);
   EXPECT_EQ(found.thinking, config.thinking);
+  EXPECT_EQ(found.first_special, config.first_special);
+  EXPECT_EQ(found.think_token, config.think_token);
+  EXPECT_EQ(found.think_end_token, config.think_end_token);
   EXPECT_EQ(found.options_json, config.options_json);
   EXPECT_EQ(found.producer, config.producer);
 }
@@ -295,6 +298,32 @@ TEST(ShardWriterTest, StatisticsComeBackToTheLastBit) {
   EXPECT_EQ(found[1].nonfinite, 1);
   EXPECT_EQ(found[1].count, 49);
   EXPECT_EQ(found[1].mean, with_infinity.mean);
+}
+
+TEST(ShardWriterTest, StatisticsByClassComeBack) {
+  const TempDir folder;
+  const ShardConfig config = MakeShardConfig(128, {1, 8});
+  const TestSample sample = MakeSample(config, 200, 1);
+  const auto classes = TokenClassesOf(sample.record.input_ids, sample.record.loss_mask, 150000);
+  BoundaryStatistics first(128), last(128);
+  first.Add(sample.states[0], classes);
+  last.Add(sample.states[1], classes, sample.states[0]);
+  ASSERT_OK(WriteShard(folder / "a.h5", config, std::span(&sample, 1)));
+  ASSERT_OK_AND_ASSIGN(const auto reader, ShardReader::Open(folder / "a.h5"));
+  ASSERT_OK_AND_ASSIGN(const auto found, reader->ReadStatistics());
+  EXPECT_EQ(found[0].AllClasses().count, 200);
+  EXPECT_EQ(found[0].AllClasses().compared, 0) << "nothing lies before the first boundary";
+  EXPECT_EQ(found[1].AllClasses().compared, 200);
+  for (size_t i = 0; i < kTokenClasses; ++i) {
+    const ClassStatistics &got = found[1].by_class[i], &wanted = last.by_class[i];
+    EXPECT_GT(got.count, 0) << i;
+    EXPECT_EQ(got.count, wanted.count);
+    EXPECT_EQ(got.row_rms_histogram, wanted.row_rms_histogram);
+    EXPECT_EQ(got.compared, wanted.compared);
+    EXPECT_EQ(got.cosine, wanted.cosine);
+    EXPECT_EQ(got.squared_cosine, wanted.squared_cosine);
+    EXPECT_EQ(found[0].by_class[i].count, first.by_class[i].count);
+  }
 }
 
 TEST(ShardWriterTest, SameSamplesGiveTheSameBytesUnderAnyName) {

@@ -209,6 +209,123 @@ TEST(StatisticsTest, RowRmsFallsIntoItsBin) {
   EXPECT_EQ(bin_of(0x1p20), 255);
 }
 
+struct ClassedRows {
+  Rows rows, before;
+  std::vector<TokenClass> classes;
+};
+
+// Rows that turn away from those before them; some zero, some not finite, on either side.
+ClassedRows RandomClassedRows(int64_t rows, int hidden, uint32_t seed) {
+  std::mt19937 random(seed);
+  std::normal_distribution<double> normal;
+  ClassedRows made;
+  made.before = RandomRows(rows, hidden, seed + 1000, 0.2, 3);
+  for (const uint16_t bits : made.before)
+    made.rows.push_back(FloatToBf16(Bf16ToFloat(bits) + static_cast<float>(normal(random))));
+  for (int64_t row = 0; row < rows; ++row) {
+    made.classes.push_back(static_cast<TokenClass>(random() % kTokenClasses));
+    Rows& side = random() % 2 == 0 ? made.rows : made.before;
+    const auto begin = side.begin() + row * hidden;
+    if (row % 11 == 5) std::fill_n(begin, hidden, uint16_t{0});
+    if (row % 13 == 6) begin[hidden / 2] = 0x7fc0;
+  }
+  return made;
+}
+
+// By class in fp80: rows, and mean and standard deviation of the cosines.
+void ExpectClassesEqual(const BoundaryStatistics& found, const std::vector<ClassedRows>& parts,
+                        int hidden) {
+  for (int wanted = 0; wanted < kTokenClasses; ++wanted) {
+    int64_t count = 0;
+    std::vector<long double> cosines;
+    for (const ClassedRows& part : parts) {
+      for (size_t row = 0; row < part.classes.size(); ++row) {
+        if (part.classes[row] != static_cast<TokenClass>(wanted)) continue;
+        long double dot = 0, own = 0, other = 0;
+        for (size_t c = 0; c < static_cast<size_t>(hidden); ++c) {
+          const size_t at = row * static_cast<size_t>(hidden) + c;
+          const long double x = Bf16ToFloat(part.rows[at]), y = Bf16ToFloat(part.before[at]);
+          dot += x * y;
+          own += x * x;
+          other += y * y;
+        }
+        if (std::isfinite(own)) ++count;
+        if (std::isfinite(dot) && own > 0 && other > 0)
+          cosines.push_back(dot / std::sqrt(own * other));
+      }
+    }
+    const ClassStatistics& of_class = found.by_class[static_cast<size_t>(wanted)];
+    EXPECT_EQ(of_class.count, count);
+    ASSERT_EQ(of_class.compared, static_cast<int64_t>(cosines.size()));
+    long double mean = 0, deviations = 0;
+    for (const long double cosine : cosines) mean += cosine / static_cast<double>(cosines.size());
+    for (const long double cosine : cosines) deviations += (cosine - mean) * (cosine - mean);
+    if (cosines.empty()) continue;
+    EXPECT_NEAR(of_class.MeanCosine(), static_cast<double>(mean), 1e-12);
+    // A difference of squares near 1: half of fp64's digits are left.
+    EXPECT_NEAR(of_class.CosineStd(),
+                static_cast<double>(std::sqrt(deviations / static_cast<double>(cosines.size()))),
+                1e-7);
+    int64_t binned = 0;
+    for (const int64_t rows : of_class.row_rms_histogram) binned += rows;
+    EXPECT_EQ(binned, count);
+  }
+}
+
+TEST(StatisticsTest, ClassesAndCosinesEqualFp80InAnyOrderOfMerges) {
+  std::mt19937 random(9);
+  for (const int hidden : {1, 7, 16, 33, 128}) {
+    std::vector<ClassedRows> parts;
+    for (uint32_t i = 0; i < 12; ++i)
+      parts.push_back(RandomClassedRows(1 + random() % 60, hidden, 100 * i + 1));
+    BoundaryStatistics added(hidden);
+    std::vector<BoundaryStatistics> forest;
+    for (const ClassedRows& part : parts) {
+      added.Add(part.rows, part.classes, part.before);
+      forest.emplace_back(hidden).Add(part.rows, part.classes, part.before);
+    }
+    ExpectClassesEqual(added, parts, hidden);
+    EXPECT_EQ(added.AllClasses().count, added.count);
+    EXPECT_EQ(added.AllClasses().row_rms_histogram, added.row_rms_histogram);
+    while (forest.size() > 1) {
+      std::shuffle(forest.begin(), forest.end(), random);
+      const BoundaryStatistics last = forest.back();
+      forest.pop_back();
+      forest[random() % forest.size()].Merge(last);
+    }
+    ExpectClassesEqual(forest.front(), parts, hidden);
+  }
+}
+
+TEST(StatisticsTest, CosinesOfTheSameAndOfOppositeRows) {
+  const int hidden = 100;
+  const Rows rows = RandomRows(20, hidden, 3, 0, 1e18);  // whose squares overflow float
+  Rows opposite = rows;
+  for (uint16_t& bits : opposite) bits ^= 0x8000;
+  const std::vector<TokenClass> classes(20, TokenClass::kPrompt);
+  BoundaryStatistics same(hidden), against(hidden), unknown(hidden);
+  same.Add(rows, classes, rows);
+  against.Add(rows, classes, opposite);
+  unknown.Add(rows, {}, rows);
+  EXPECT_NEAR(same.AllClasses().MeanCosine(), 1, 1e-14);
+  EXPECT_NEAR(against.AllClasses().MeanCosine(), -1, 1e-14);
+  EXPECT_EQ(unknown.AllClasses().count, 0);
+  EXPECT_TRUE(std::isnan(unknown.AllClasses().MeanCosine()));
+  // Shards that know no classes beside one that does: the rest is told apart by the counts.
+  unknown.Merge(same);
+  EXPECT_EQ(unknown.count, 40);
+  EXPECT_EQ(unknown.AllClasses().count, 20);
+}
+
+TEST(TokenClassesTest, ATokenIsTheFirstThatItIs) {
+  using enum TokenClass;
+  const std::vector<int32_t> ids = {900, 5, 901, 6, 7, 902};
+  const std::vector<uint8_t> mask = {1, 0, 0, 1, 0, 1};
+  EXPECT_THAT(TokenClassesOf(ids, mask, 900),
+              ::testing::ElementsAre(kFirst, kPrompt, kSpecial, kSupervised, kPrompt, kSpecial));
+  EXPECT_THAT(TokenClassesOf(ids, mask, -1), ::testing::IsEmpty());
+}
+
 TEST(StatisticsTest, QuantilesAreWithinHalfABin) {
   BoundaryStatistics found(16);
   std::vector<double> rms;

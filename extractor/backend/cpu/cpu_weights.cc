@@ -3,7 +3,7 @@
 #include <cassert>
 #include <cstring>
 
-#include "extractor/backend/cpu/vector_clones.h"
+#include "extractor/base/vector_clones.h"
 
 namespace statetap::cpu {
 namespace {

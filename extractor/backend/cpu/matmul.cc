@@ -5,7 +5,7 @@
 #include <cstring>
 #include <vector>
 
-#include "extractor/backend/cpu/vector_clones.h"
+#include "extractor/base/vector_clones.h"
 
 namespace statetap::cpu {
 namespace {

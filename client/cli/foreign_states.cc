@@ -1,0 +1,112 @@
+#include "client/cli/foreign_states.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "extractor/base/file.h"
+#include "extractor/checkpoint/safetensors.h"
+
+namespace statetap {
+namespace {
+
+namespace fs = std::filesystem;
+
+struct ForeignFile {
+  SafetensorsEntry states, ids;
+};
+
+absl::StatusOr<ForeignFile> ReadHeader(const fs::path& path) {
+  STATETAP_ASSIGN_OR_RETURN(const std::vector<SafetensorsEntry> entries,
+                            ReadSafetensorsHeader(path));
+  ForeignFile file;
+  for (const SafetensorsEntry& entry : entries) {
+    if (entry.name == "hidden_states") file.states = entry;
+    if (entry.name == "token_ids") file.ids = entry;
+  }
+  const auto wrong = [&](const SafetensorsEntry& entry, std::string_view name,
+                         std::string_view expected) {
+    return absl::InvalidArgumentError(fmt::format(
+        "{}: {} is {}; {} is read, as vLLM's connector and speculators write it", path.string(),
+        name,
+        entry.name.empty() ? "not there"
+                           : fmt::format("{} [{}]", entry.dtype, fmt::join(entry.shape, ", ")),
+        expected));
+  };
+  if (file.ids.dtype != "I64" || file.ids.shape.size() != 1)
+    return wrong(file.ids, "token_ids", "I64 [tokens]");
+  if (file.states.dtype != "BF16" || file.states.shape.size() != 3)
+    return wrong(file.states, "hidden_states", "BF16 [tokens, slots, hidden]");
+  if (file.states.shape[0] != file.ids.shape[0])
+    return wrong(file.states, "hidden_states",
+                 fmt::format("a row for each of {} token_ids", file.ids.shape[0]));
+  return file;
+}
+
+template <typename T>
+absl::StatusOr<std::vector<T>> ReadTensor(const File& file, const SafetensorsEntry& entry) {
+  std::vector<T> values(static_cast<size_t>(entry.size_bytes) / sizeof(T));
+  STATETAP_RETURN_IF_ERROR(file.ReadAt(entry.offset, std::as_writable_bytes(std::span(values))));
+  return values;
+}
+
+}  // namespace
+
+absl::StatusOr<ForeignStates> ForeignStates::Open(const fs::path& folder) {
+  std::error_code error;
+  ForeignStates out;
+  out.folder_ =
+      fs::is_directory(folder / "hidden_states", error) ? folder / "hidden_states" : folder;
+  std::vector<fs::path> paths;
+  for (const auto& entry : fs::directory_iterator(out.folder_, error))
+    if (entry.path().extension() == ".safetensors") paths.push_back(entry.path());
+  if (paths.empty())
+    return absl::InvalidArgumentError(
+        fmt::format("--with {}: no safetensors file is there{}", folder.string(),
+                    error ? fmt::format(" ({})", error.message()) : ""));
+  std::ranges::sort(paths);
+  for (const fs::path& path : paths) {
+    STATETAP_ASSIGN_OR_RETURN(const ForeignFile header, ReadHeader(path));
+    STATETAP_ASSIGN_OR_RETURN(const File file, File::OpenForRead(path));
+    STATETAP_ASSIGN_OR_RETURN(const std::vector<int64_t> ids,
+                              ReadTensor<int64_t>(file, header.ids));
+    out.files_.emplace(std::vector<int32_t>(ids.begin(), ids.end()), path.filename());
+    out.unused_.insert(path.filename());
+  }
+  return out;
+}
+
+absl::StatusOr<std::optional<SampleStates>> ForeignStates::Find(const std::vector<int32_t>& ids,
+                                                                const std::vector<int>& boundaries,
+                                                                int layers) {
+  auto found = files_.find(ids);
+  if (found == files_.end() && ids.size() > 1) found = files_.find({ids.begin(), ids.end() - 1});
+  if (found == files_.end()) return std::nullopt;
+  const fs::path path = folder_ / found->second;
+  STATETAP_ASSIGN_OR_RETURN(const ForeignFile header, ReadHeader(path));
+  const auto slots = static_cast<size_t>(header.states.shape[1]);
+  const auto hidden = static_cast<size_t>(header.states.shape[2]);
+  if (slots != boundaries.size())
+    return absl::InvalidArgumentError(fmt::format(
+        "{}: hidden_states has {} slots, the boundaries are {}; say with --boundaries which its "
+        "slots are",
+        path.string(), slots, fmt::join(boundaries, ",")));
+  STATETAP_ASSIGN_OR_RETURN(const File file, File::OpenForRead(path));
+  STATETAP_ASSIGN_OR_RETURN(const std::vector<uint16_t> values,
+                            ReadTensor<uint16_t>(file, header.states));
+  SampleStates sample{
+      .hidden = static_cast<int>(hidden), .layers = layers, .boundaries = boundaries};
+  sample.record.id = found->second;
+  sample.record.input_ids = found->first;
+  sample.states.resize(slots);
+  for (size_t at = 0; at < values.size(); at += hidden) {
+    auto& states = sample.states[at / hidden % slots];
+    states.insert(states.end(), values.begin() + static_cast<ptrdiff_t>(at),
+                  values.begin() + static_cast<ptrdiff_t>(at + hidden));
+  }
+  unused_.erase(found->second);
+  return sample;
+}
+
+std::vector<std::string> ForeignStates::Unused() const { return {unused_.begin(), unused_.end()}; }
+
+}  // namespace statetap
