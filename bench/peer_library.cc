@@ -111,14 +111,16 @@ void statetap_attend_prompts(const void* queries, const void* expanded, const vo
   using statetap::cuda::bf16;
   using Tiles = std::pair<std::unique_ptr<statetap::cuda::DeviceBuffer>, int>;
   static std::map<std::pair<int, int>, Tiles> made;
+  static statetap::cuda::DeviceBuffer taken(2 * sizeof(int32_t), /*zeroed=*/true);
   Tiles& tiles = made[{num_seqs, length}];
   if (tiles.first == nullptr) {
     std::vector<statetap::cuda::PromptTile> list;
     constexpr int kTile = statetap::cuda::kPromptTileTokens;
-    for (int first = (length - 1) / kTile * kTile; first >= 0; first -= kTile) {
-      for (int s = 0; s < num_seqs; ++s)
+    for (int s = 0; s < num_seqs; ++s) {
+      for (int first = 0; first < length; first += kTile)
         list.push_back({s * length + first, std::min(kTile, length - first), first, s * length});
     }
+    statetap::cuda::OrderPromptTiles(list, static_cast<size_t>(heads) * 256 * sizeof(bf16));
     tiles.first = std::make_unique<statetap::cuda::DeviceBuffer>(list.size() * sizeof(list[0]));
     statetap::cuda::CopyIn(tiles.first->as<void>(), list.data(), list.size() * sizeof(list[0]));
     tiles.second = static_cast<int>(list.size());
@@ -134,7 +136,8 @@ void statetap_attend_prompts(const void* queries, const void* expanded, const vo
                                               128,
                                               512,
                                               scale,
-                                              static_cast<bf16*>(out)};
+                                              static_cast<bf16*>(out),
+                                              taken.as<int32_t>()};
   const int64_t rows = int64_t{num_seqs} * length;
   if (portable != 0) {
     statetap::cuda::AttendPrompts(p, static_cast<cudaStream_t>(stream));

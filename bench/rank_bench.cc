@@ -15,7 +15,7 @@
 //   rank_bench [--layers N] [--experts expert|tensor] [--kernels auto|portable|hopper]
 //              [--routing uniform,zipf,hot] [--prefill 8192,…] [--decode 1,16,…]
 //              [--context 2048,…] [--repeats N] [--graphs on|off] [--exchange
-//              none,serial,overlapped]
+//              none,serial,pieces,overlapped]
 #include <algorithm>
 #include <chrono>
 #include <cmath>
@@ -25,6 +25,7 @@
 #include <string>
 #include <thread>
 
+#include "bench/numbers.h"
 #include "bench/random_fill.h"
 #include "bench/stand_in_group.h"
 #include "extractor/backend/cuda/check.h"
@@ -510,21 +511,11 @@ void Ceilings() {
               2 * static_cast<double>(from.size()) / copy / 1e12);
 }
 
-std::vector<int> Numbers(const char* text) {
-  std::vector<int> numbers;
-  for (const char* at = text; at != nullptr && *at != 0;) {
-    numbers.push_back(std::atoi(at));
-    at = std::strchr(at, ',');
-    if (at != nullptr) ++at;
-  }
-  return numbers;
-}
-
-// Those of three that the text names.
-template <typename T>
-std::vector<T> Named(const std::string& text, const char* const (&names)[3]) {
+// Those that the text names.
+template <typename T, size_t kCount>
+std::vector<T> Named(const std::string& text, const char* const (&names)[kCount]) {
   std::vector<T> values;
-  for (int i = 0; i < 3; ++i) {
+  for (size_t i = 0; i < kCount; ++i) {
     if (text.find(names[i]) != std::string::npos) values.push_back(static_cast<T>(i));
   }
   return values;

@@ -5,6 +5,7 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <barrier>
 #include <map>
 #include <memory>
@@ -20,12 +21,13 @@ namespace statetap::bench {
 
 enum class Exchange {
   kNone,    // a rank adds its own rows alone
-  kSerial,  // as the product does it: the other ranks' rows are read as they are added up
+  kSerial,  // the other ranks' rows are read as they are added up, all of them
+  kPieces,  // as the product does it: copied by copy engines while later pieces are made
   // As with two halves of the tokens in flight: rows are copied by copy engines beside the next
   // half of a layer, which does not wait for them; the one behind it does.
   kOverlapped,
 };
-inline constexpr const char* kExchangeNames[] = {"none", "serial", "overlapped"};
+inline constexpr const char* kExchangeNames[] = {"none", "serial", "pieces", "overlapped"};
 
 class StandInGroup final : public cuda::DeviceGroup {
  public:
@@ -74,25 +76,43 @@ class StandInGroup final : public cuda::DeviceGroup {
     const RowRange mine = ShardOfRows(rows.num_rows, rank, world());
     const auto* theirs = static_cast<const cuda::bf16*>(Publish(rank, own, stream));
     Rank& here = of(rank);
-    if (exchange == Exchange::kSerial) {
-      std::fill_n(sum.partial, sum.world, theirs);
-    } else {
-      here.copied.Hold(stream);  // what was exchanged behind the last half of a layer
-      here.ready.Hold(here.copies.get());
-      const size_t block = static_cast<size_t>(mine.count) * rows.row_bytes;
-      for (int r = 0; r < world(); ++r) {
-        if (r == rank) continue;
-        auto* place = here.staging.as<std::byte>() + static_cast<size_t>(r) * block;
-        Copy(place, reinterpret_cast<const std::byte*>(theirs) + static_cast<size_t>(r) * block,
-             block, here.copies.get());
-        sum.partial[r] = reinterpret_cast<const cuda::bf16*>(
-            place - static_cast<size_t>(mine.begin) * rows.row_bytes);
-      }
-      here.copied.Record(here.copies.get());
+    const size_t block = static_cast<size_t>(mine.count) * rows.row_bytes,
+                 skipped = static_cast<size_t>(mine.begin) * rows.row_bytes;
+    const auto part = [&](const void* shard) {
+      return reinterpret_cast<const cuda::bf16*>(static_cast<const std::byte*>(shard) - skipped);
+    };
+    const bool in_pieces = std::exchange(here.num_made, 0) > 0;
+    if (exchange == Exchange::kOverlapped) here.copied.Hold(stream);  // behind the last half
+    if (exchange != Exchange::kSerial) {
+      here.summed.Hold(here.copies.get());
+      if (!in_pieces) here.ready.Hold(here.copies.get());
     }
+    // Another shard of the other rank's for each rank, in the order in which they are made.
+    const cuda::Pieces pieces(rows.num_rows, world());
+    for (int i = 0; i < world(); ++i) {
+      const int piece = pieces.Made(rank, i / pieces.owners()),
+                r = piece * pieces.owners() + i % pieces.owners();
+      if (r == rank) continue;
+      const std::byte* from =
+          reinterpret_cast<const std::byte*>(theirs) + static_cast<size_t>(r) * block;
+      sum.partial[r] = part(from);
+      if (exchange == Exchange::kSerial) continue;
+      if (in_pieces) other(rank).made[static_cast<size_t>(piece)].Hold(here.copies.get());
+      auto* place = here.staging.as<std::byte>() + static_cast<size_t>(r) * block;
+      Copy(place, from, block, here.copies.get());
+      sum.partial[r] = part(place);
+    }
+    if (exchange != Exchange::kSerial) here.copied.Record(here.copies.get());
+    if (exchange == Exchange::kPieces) here.copied.Hold(stream);
     sum.partial[rank] = own;
     cuda::SumAddNorm(sum, stream);
+    here.summed.Record(stream);
     Return(rank, stream);
+  }
+  bool TakesPieces() const override { return exchange == Exchange::kPieces; }
+  void Made(int rank, int piece, cudaStream_t stream) override {
+    of(rank).made[static_cast<size_t>(piece)].Record(stream);
+    ++of(rank).num_made;
   }
 
   // Small rows: the choice of experts. It is this rank's own, repeated, so that the routing is
@@ -112,7 +132,19 @@ class StandInGroup final : public cuda::DeviceGroup {
       return Repeat(kept.as<void>(), static_cast<int64_t>(bytes), all,
                     static_cast<int64_t>(static_cast<size_t>(num_rows) * row_bytes), stream);
     }
-    if (exchange == Exchange::kNone) return;
+    if (exchange == Exchange::kNone) {
+      // The others' rows stay what they are from here on: nobody times zeros, which take less
+      // power.
+      size_t& filled = here.filled[all];
+      const size_t bytes = static_cast<size_t>(num_rows) * row_bytes;
+      if (filled < bytes) {
+        FillNormal(static_cast<cuda::bf16*>(all), static_cast<int64_t>(bytes / sizeof(cuda::bf16)),
+                   1, 78);
+        cuda::Check(cudaDeviceSynchronize());
+        filled = bytes;
+      }
+      return;
+    }
     const void* theirs = Publish(rank, own, stream);
     const bool beside = exchange == Exchange::kOverlapped;
     if (beside) here.ready.Hold(here.copies.get());
@@ -129,11 +161,14 @@ class StandInGroup final : public cuda::DeviceGroup {
 
  private:
   struct Rank {
-    cuda::Event ready, done, copied;
+    cuda::Event ready, done, copied, summed;
+    std::array<cuda::Event, cuda::kMaxRanks> made;
+    int num_made = 0;
     cuda::Stream copies;
     cuda::DeviceBuffer staging;
     int small_gathers = 0;                                      // of the step
     std::map<std::pair<size_t, int>, cuda::DeviceBuffer> kept;  // by size and number
+    std::map<const void*, size_t> filled;                       // bytes by buffer
     const void* pointer = nullptr;
     double value = 0;
   };
@@ -148,16 +183,17 @@ class StandInGroup final : public cuda::DeviceGroup {
     of(rank).ready.Record(stream);
     meeting_.arrive_and_wait();
     const void* theirs = other(rank).pointer;
-    const bool beside = exchange == Exchange::kOverlapped;
-    other(rank).ready.Hold(beside ? of(rank).copies.get() : stream);
+    if (of(rank).num_made > 0) return theirs;  // each piece is waited for
+    if (exchange != Exchange::kOverlapped) other(rank).ready.Hold(stream);
+    if (exchange != Exchange::kSerial) other(rank).ready.Hold(of(rank).copies.get());
     return theirs;
   }
-  // Behind the exchange; where it is serial, until the other rank has read.
+  // Behind the exchange; where the next op waits for it, until the other rank has read.
   void Return(int rank, cudaStream_t stream) {
-    const bool serial = exchange == Exchange::kSerial;
-    if (serial) of(rank).done.Record(stream);
+    const bool waits = exchange != Exchange::kOverlapped;
+    if (waits) of(rank).done.Record(stream);
     meeting_.arrive_and_wait();  // what was published has been taken
-    if (serial) other(rank).done.Hold(stream);
+    if (waits) other(rank).done.Hold(stream);
   }
 
   std::barrier<> meeting_;

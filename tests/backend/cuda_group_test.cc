@@ -76,11 +76,24 @@ void Exchange(DeviceGroup& group, const std::vector<int>& devices,
     const RowRange own = sharded ? ShardOfRows(rows, rank, world) : RowRange{0, rows};
     const auto own_count = static_cast<size_t>(own.count) * static_cast<size_t>(width);
     DeviceArray<uint16_t> partial(count), sum(own_count), all(count);
-    Check(cudaMemcpyAsync(partial.data(), pool[static_cast<size_t>(rank)].data() + offset,
-                          count * 2, cudaMemcpyHostToDevice, stream));
     const size_t row_bytes = static_cast<size_t>(width) * 2;
+    const uint16_t* source = pool[static_cast<size_t>(rank)].data() + offset;
     group.Reserve(rank, rows, row_bytes, sharded);
     group.BeginStep(rank);
+    const Pieces pieces(rows, world);
+    if (sharded && group.TakesPieces() && pieces.count() > 1) {
+      for (int i = 0; i < pieces.count(); ++i) {
+        const int piece = pieces.Made(rank, i);
+        const RowRange range = pieces.Rows(piece);
+        const auto begin = static_cast<size_t>(range.begin) * static_cast<size_t>(width);
+        Check(cudaMemcpyAsync(partial.data() + begin, source + begin,
+                              static_cast<size_t>(range.count) * row_bytes, cudaMemcpyHostToDevice,
+                              stream));
+        group.Made(rank, piece, stream);
+      }
+    } else {
+      Check(cudaMemcpyAsync(partial.data(), source, count * 2, cudaMemcpyHostToDevice, stream));
+    }
     SumAddNormParams p{};
     p.first_row = own.begin;
     p.num_rows = own.count;
@@ -110,8 +123,16 @@ TEST_P(CudaGroupTest, SumsAreTheSameBitsOnEveryRankAndOnTheCpu) {
   std::vector<std::vector<uint16_t>> pool;
   for (int rank = 0; rank < world(); ++rank)
     pool.push_back(SomeRows(300 * 7168, static_cast<uint32_t>(rank)));
-  for (const auto& [rows, width] : std::vector<std::pair<int, int>>{
-           {1, 1}, {1, 7168}, {3, 7}, {7, 128}, {64, 7168}, {257, 64}, {300, 7168}, {5, 8}}) {
+  for (const auto& [rows, width] : std::vector<std::pair<int, int>>{{1, 1},
+                                                                    {1, 7168},
+                                                                    {3, 7},
+                                                                    {7, 128},
+                                                                    {64, 7168},
+                                                                    {257, 64},
+                                                                    {300, 7168},
+                                                                    {5, 8},
+                                                                    {6145, 64},
+                                                                    {16390, 64}}) {
     for (const bool sharded : {false, true})
       Exchange(*group, devices, pool, 0, rows, width, sharded);
   }

@@ -138,16 +138,39 @@ TEST(CudaEngineBitsTest, AShardedResidualIsTheSameBits) {
   }
 }
 
-// Fault classes 4 and 12: a step of more than 65,535 rows, against chunks of 4,096.
-TEST(CudaEngineLargeTest, SixtySixThousandTokensInOneStepAreTheBitsOfManySteps) {
-  SKIP_WITHOUT_GPU();
+SampleTask LongPrompt(int length) {
   SampleTask task;
-  for (uint32_t i = 0, draw = 1; i < 66'000; ++i) {
+  uint32_t draw = 1;
+  for (int i = 0; i < length; ++i) {
     draw = draw * 1664525 + 1013904223;
     task.input_ids.push_back(static_cast<int32_t>((draw >> 8) % 2048));
   }
-  task.max_length = 66'000;
+  task.max_length = length;
   task.boundaries = {2, kLayers};
+  return task;
+}
+
+// Partial sums that go in pieces while others are made, against steps too small for that.
+TEST(CudaEngineBitsTest, ALargeStepInPiecesIsTheBitsOfSmallOnes) {
+  SKIP_WITHOUT_GPU();
+  const SampleTask task = LongPrompt(9'001);
+  for (const int ranks : {2, 8}) {
+    EngineOptions options = OnGpu(ranks);
+    options.max_seq_len = 9'024;
+    std::vector<Captured> runs;
+    for (const int batch : {9'024, 1'024}) {
+      options.max_batch_tokens = batch;
+      runs.push_back(RunTasks(*testing::OpenTiny(options), {task}, kHidden)[0]);
+      ASSERT_EQ(runs.back().finished, FinishReason::kPrefill);
+    }
+    ExpectSame(runs[0], runs[1]);
+  }
+}
+
+// Fault classes 4 and 12: a step of more than 65,535 rows, against chunks of 4,096.
+TEST(CudaEngineLargeTest, SixtySixThousandTokensInOneStepAreTheBitsOfManySteps) {
+  SKIP_WITHOUT_GPU();
+  const SampleTask task = LongPrompt(66'000);
   std::vector<Captured> runs;
   for (const int batch : {66'048, 4'096}) {
     EngineOptions options = OnGpu();

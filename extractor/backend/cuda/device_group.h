@@ -25,6 +25,31 @@ struct SharedRows {
   bool sharded;
 };
 
+// A large step's partial sums in pieces, each of the shards of as many ranks, so that a piece is on
+// its way while the next is made. A rank begins with the piece behind its own: every link carries
+// rows from the first piece on.
+class Pieces {
+ public:
+  // One piece where more would be too few rows for a product of theirs to fill a GPU.
+  Pieces(int num_rows, int world) : num_rows_(num_rows), world_(world) {
+    while (count_ > 1 && (world % count_ != 0 || num_rows / count_ < kLeastRows)) --count_;
+  }
+  int count() const { return count_; }
+  int Of(int owner) const { return owner / owners(); }
+  // The piece that `rank` makes as its i-th.
+  int Made(int rank, int i) const { return (Of(rank) + 1 + i) % count_; }
+  RowRange Rows(int piece) const {
+    const RowRange first = ShardOfRows(num_rows_, piece * owners(), world_),
+                   last = ShardOfRows(num_rows_, (piece + 1) * owners() - 1, world_);
+    return {first.begin, last.begin + last.count - first.begin};
+  }
+  int owners() const { return world_ / count_; }
+
+ private:
+  static constexpr int kLeastRows = 2048;
+  int num_rows_, world_, count_ = world_;
+};
+
 class DeviceGroup {
  public:
   explicit DeviceGroup(int world);
@@ -49,6 +74,10 @@ class DeviceGroup {
   // it.
   virtual void ExchangeAddNorm(int rank, const SharedRows& rows, SumAddNormParams sum,
                                cudaStream_t stream);
+  // Rows may be on their way while others are made: before ExchangeAddNorm of a sharded step, a
+  // rank says of every piece that `stream` has made it by now, or all ranks say nothing.
+  virtual bool TakesPieces() const { return false; }
+  virtual void Made(int /*rank*/, int /*piece*/, cudaStream_t /*stream*/) {}
   // Whether exchanges of up to so many bytes a rank, in multiples of `unit`, go without the host,
   // so that a graph can hold them.
   virtual bool Recordable(size_t /*bytes*/, size_t /*unit*/) const { return world_ == 1; }

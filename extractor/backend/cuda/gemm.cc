@@ -2,13 +2,15 @@
 
 #include <algorithm>
 #include <array>
+#include <cmath>
+#include <cstring>
+#include <mutex>
 
 #include "extractor/backend/cuda/check.h"
 
 namespace statetap::cuda {
 namespace {
 
-constexpr size_t kWorkspaceBytes = size_t{32} << 20;
 constexpr int kCandidates = 16;
 
 // Descriptors on the stack: making them is cheaper than keeping them by m.
@@ -57,13 +59,35 @@ std::array<uint32_t, 3> Alignments(const GemmParams& p) {
           Alignment(p.y, p.y_stride * out, p.y_batch * out)};
 }
 
-int TypicalRows(Phase phase) {
+// Numbers of rows that an algorithm is to be good at, a small and a large one.
+std::array<int, 2> TypicalRows(Phase phase) {
   switch (phase) {
-    case Phase::kPrompt: return 8192;
-    case Phase::kOwnRows: return 1024;
-    case Phase::kDecode: return 64;
+    case Phase::kPrompt: return {8192, 32768};
+    case Phase::kOwnRows: return {1024, 4096};
+    case Phase::kDecode: return {64, 64};
   }
-  return 0;
+  return {};
+}
+
+// Memory that comes and goes without waiting for the device, where another rank may be waited for.
+class Lent {
+ public:
+  Lent(int64_t bytes, cudaStream_t stream) : stream_(stream) {
+    Check(cudaMallocAsync(&memory_, static_cast<size_t>(bytes), stream));
+  }
+  Lent(const Lent&) = delete;
+  Lent& operator=(const Lent&) = delete;
+  ~Lent() { cudaFreeAsync(memory_, stream_); }
+  void* get() const { return memory_; }
+
+ private:
+  cudaStream_t stream_;
+  void* memory_ = nullptr;
+};
+
+// Elements from the first to behind the last of a batch of matrices.
+int64_t Extent(int64_t rows, int64_t stride, int64_t columns, int batch, int64_t batch_step) {
+  return (rows - 1) * stride + columns + (batch - 1) * batch_step;
 }
 
 }  // namespace
@@ -72,9 +96,14 @@ Gemm::Gemm() : workspace_(kWorkspaceBytes) {
   cublasLtHandle_t handle;
   Check(cublasLtCreate(&handle));
   handle_.reset(handle);
+  int device;
+  Check(cudaGetDevice(&device));
+  cudaDeviceProp properties;
+  Check(cudaGetDeviceProperties(&properties, device));
+  gpu_ = properties.name;
 }
 
-Gemm::Plan Gemm::Choose(const GemmParams& p) const {
+std::vector<cublasLtMatmulAlgo_t> Gemm::Offered(const GemmParams& p, int most) const {
   cublasLtMatmulPreferenceOpaque_t preference;
   Check(cublasLtMatmulPreferenceInit(&preference));
   const auto set = [&](cublasLtMatmulPreferenceAttributes_t attribute, const auto& value) {
@@ -86,30 +115,88 @@ Gemm::Plan Gemm::Choose(const GemmParams& p) const {
   set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, align_x);
   set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, align_y);
   set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, align_y);
-
-  Descriptors typical(p, TypicalRows(p.phase));
-  std::array<cublasLtMatmulHeuristicResult_t, kCandidates> results;
+  Descriptors d(p, p.m);
+  std::vector<cublasLtMatmulHeuristicResult_t> results(static_cast<size_t>(most));
   int found = 0;
-  const cublasStatus_t status = cublasLtMatmulAlgoGetHeuristic(
-      handle_.get(), &typical.operation, &typical.w, &typical.x, &typical.y, &typical.y,
-      &preference, kCandidates, results.data(), &found);
-  if (status != CUBLAS_STATUS_SUCCESS) found = 0;
-  // The first that runs at every number of rows.
+  const cublasStatus_t status =
+      cublasLtMatmulAlgoGetHeuristic(handle_.get(), &d.operation, &d.w, &d.x, &d.y, &d.y,
+                                     &preference, most, results.data(), &found);
+  std::vector<cublasLtMatmulAlgo_t> algorithms;
+  if (status != CUBLAS_STATUS_SUCCESS) return algorithms;
+  for (int i = 0; i < found; ++i) algorithms.push_back(results[static_cast<size_t>(i)].algo);
+  return algorithms;
+}
+
+Gemm::Plan Gemm::Choose(const GemmParams& params) const {
+  // Those that run at every number of rows.
   using Rows = std::array<int, 7>;
-  const Rows rows = p.phase == Phase::kDecode ? Rows{1, 2, 16, 37, 64, 256, kMaxDecodeRows}
-                                              : Rows{1, 2, 37, 256, 1000, 8192, 32768};
-  for (int i = 0; i < found; ++i) {
-    const auto& candidate = results[static_cast<size_t>(i)];
-    const auto runs = [&](int m) {
-      Descriptors d(p, m);
-      cublasLtMatmulHeuristicResult_t checked;
-      return cublasLtMatmulAlgoCheck(handle_.get(), &d.operation, &d.w, &d.x, &d.y, &d.y,
-                                     &candidate.algo, &checked) == CUBLAS_STATUS_SUCCESS &&
-             checked.workspaceSize <= kWorkspaceBytes;
-    };
-    if (std::all_of(rows.begin(), rows.end(), runs)) return {false, candidate.algo};
+  const Rows rows = params.phase == Phase::kDecode ? Rows{1, 2, 16, 37, 64, 256, kMaxDecodeRows}
+                                                   : Rows{1, 2, 37, 256, 1000, 8192, 32768};
+  std::vector<cublasLtMatmulAlgo_t> algorithms;
+  for (const int typical : TypicalRows(params.phase)) {
+    GemmParams p = params;
+    p.m = typical;
+    for (const cublasLtMatmulAlgo_t& algorithm : Offered(p, kCandidates)) {
+      const auto same = [&](const cublasLtMatmulAlgo_t& other) {
+        return std::memcmp(&other, &algorithm, sizeof(algorithm)) == 0;
+      };
+      const auto runs = [&](int m) {
+        Descriptors d(params, m);
+        cublasLtMatmulHeuristicResult_t checked;
+        return cublasLtMatmulAlgoCheck(handle_.get(), &d.operation, &d.w, &d.x, &d.y, &d.y,
+                                       &algorithm, &checked) == CUBLAS_STATUS_SUCCESS &&
+               checked.workspaceSize <= kWorkspaceBytes;
+      };
+      if (std::none_of(algorithms.begin(), algorithms.end(), same) &&
+          std::all_of(rows.begin(), rows.end(), runs))
+        algorithms.push_back(algorithm);
+    }
   }
-  return {true, {}};
+  if (algorithms.empty()) return {true, {}};
+  // Rows that decode have kernels of their own in the sizes that matter.
+  if (params.phase == Phase::kDecode || algorithms.size() == 1) return {false, algorithms[0]};
+  // The least product of the times at both numbers of rows.
+  std::vector<double> costs(algorithms.size(), 1);
+  for (const int typical : TypicalRows(params.phase)) {
+    GemmParams p = params;
+    p.m = typical;
+    const std::vector<float> took = Try(algorithms, p);
+    for (size_t i = 0; i < costs.size(); ++i) costs[i] *= took[i];
+  }
+  const auto best = std::min_element(costs.begin(), costs.end()) - costs.begin();
+  return {false, algorithms[static_cast<size_t>(best)]};
+}
+
+std::vector<float> Gemm::Try(const std::vector<cublasLtMatmulAlgo_t>& algorithms,
+                             const GemmParams& params) const {
+  constexpr int kRounds = 3, kRuns = 4;
+  const Stream stream;
+  const int64_t x_bytes =
+                    Extent(params.m, params.x_stride, params.k, params.batch, params.x_batch) *
+                    int64_t{sizeof(bf16)},
+                y_bytes =
+                    Extent(params.m, params.y_stride, params.n, params.batch, params.y_batch) *
+                    static_cast<int64_t>(params.fp32_out ? sizeof(float) : sizeof(bf16));
+  const Lent x(x_bytes, stream.get()), y(y_bytes, stream.get()),
+      workspace(kWorkspaceBytes, stream.get());
+  constexpr int kSmall = 0x3c;  // the bytes of 0.01: nothing overflows, nothing is 0
+  Check(cudaMemsetAsync(x.get(), kSmall, static_cast<size_t>(x_bytes), stream.get()));
+  Check(cudaMemsetAsync(y.get(), kSmall, static_cast<size_t>(y_bytes), stream.get()));
+  GemmParams p = params;
+  p.x = static_cast<const bf16*>(x.get());
+  p.y = y.get();
+  Event begin(/*timed=*/true), end(/*timed=*/true);
+  std::vector<float> best(algorithms.size(), INFINITY);
+  for (int round = 0; round <= kRounds; ++round) {
+    for (size_t i = 0; i < algorithms.size(); ++i) {
+      begin.Record(stream.get());
+      for (int run = 0; run < kRuns; ++run) RunBy(algorithms[i], p, workspace.get(), stream.get());
+      end.Record(stream.get());
+      const float took = end.Since(begin);
+      if (round > 0) best[i] = std::min(best[i], took);  // the first one loads kernels
+    }
+  }
+  return best;
 }
 
 const Gemm::Plan& Gemm::PlanFor(const GemmParams& p) {
@@ -120,7 +207,22 @@ const Gemm::Plan& Gemm::PlanFor(const GemmParams& p) {
   const Key key{p.n, p.k, p.x_stride, p.w_stride, p.y_stride, p.batch, p.x_batch, p.y_batch, flags};
   const auto found = plans_.find(key);
   if (found != plans_.end()) return found->second;
-  return plans_.emplace(key, Choose(p)).first->second;
+  static std::mutex mutex;
+  static std::map<std::string, Plans> of_process;  // by kind of GPU
+  const auto known = [&]() -> const Plan* {
+    const std::lock_guard lock(mutex);
+    const Plans& plans = of_process[gpu_];
+    const auto at = plans.find(key);
+    return at == plans.end() ? nullptr : &at->second;
+  };
+  const Plan* plan = known();
+  if (plan == nullptr) {
+    // Not under the lock: another rank must not wait here, as kernels may be waiting for it.
+    const Plan chosen = Choose(p);
+    const std::lock_guard lock(mutex);
+    plan = &of_process[gpu_].emplace(key, chosen).first->second;  // the first one to come is taken
+  }
+  return plans_.emplace(key, *plan).first->second;
 }
 
 void Gemm::Run(const GemmParams& params, cudaStream_t stream) {
@@ -138,10 +240,15 @@ void Gemm::RunOnce(const GemmParams& p, cudaStream_t stream) {
   if (p.n == 0 || p.batch == 0) return;
   const Plan& plan = PlanFor(p);
   if (plan.plain) return PlainGemm(p, stream);
+  RunBy(plan.algorithm, p, workspace_.as<void>(), stream);
+}
+
+void Gemm::RunBy(const cublasLtMatmulAlgo_t& algorithm, const GemmParams& p, void* workspace,
+                 cudaStream_t stream) const {
   Descriptors d(p, p.m);
   const float one = 1, beta = p.accumulate ? 1 : 0;
   Check(cublasLtMatmul(handle_.get(), &d.operation, &one, p.w, &d.w, p.x, &d.x, &beta, p.y, &d.y,
-                       p.y, &d.y, &plan.algorithm, workspace_.as<void>(), kWorkspaceBytes, stream));
+                       p.y, &d.y, &algorithm, workspace, kWorkspaceBytes, stream));
 }
 
 }  // namespace statetap::cuda

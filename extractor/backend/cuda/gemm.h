@@ -3,7 +3,10 @@
 // Algorithms are pinned: a shape gets one for the rows of prompts and one for rows that decode,
 // chosen when the shape is first seen. A pinned algorithm with its fixed split of K gives a row the
 // same bits whatever the number of rows, so within a phase a row does not depend on the step it
-// runs in. Shapes that cuBLASLt does not take (odd sizes) run on a plain kernel.
+// runs in. For prompts the fastest of those that cuBLASLt offers is chosen, by trying them on
+// memory of their own; the choice holds for all ranks of the process on GPUs of this kind, as rows
+// that two ranks compute must get the same bits. Shapes that cuBLASLt does not take (odd sizes) run
+// on a plain kernel.
 #pragma once
 
 #include <cublasLt.h>
@@ -11,7 +14,9 @@
 
 #include <map>
 #include <memory>
+#include <string>
 #include <tuple>
+#include <vector>
 
 #include "extractor/backend/cuda/owners.h"
 
@@ -51,6 +56,12 @@ class Gemm {
   // Enqueues on `stream`; one stream at a time, as the workspace is shared.
   void Run(const GemmParams& params, cudaStream_t stream);
 
+  // What cuBLASLt offers for params.m rows, best guess first, at most `most`; and a run by one.
+  std::vector<cublasLtMatmulAlgo_t> Offered(const GemmParams& params, int most) const;
+  void RunBy(const cublasLtMatmulAlgo_t& algorithm, const GemmParams& params, void* workspace,
+             cudaStream_t stream) const;
+  static constexpr size_t kWorkspaceBytes = size_t{32} << 20;
+
  private:
   // Everything but m that an algorithm depends on. Of w_batch that is its alignment.
   using Key = std::tuple<int, int, int64_t, int64_t, int64_t, int, int64_t, int64_t, int>;
@@ -58,16 +69,21 @@ class Gemm {
     bool plain = false;
     cublasLtMatmulAlgo_t algorithm;
   };
+  using Plans = std::map<Key, Plan>;
   void RunOnce(const GemmParams& params, cudaStream_t stream);
   const Plan& PlanFor(const GemmParams& params);
   Plan Choose(const GemmParams& params) const;
+  // Milliseconds of a few runs by each, on memory of their own.
+  std::vector<float> Try(const std::vector<cublasLtMatmulAlgo_t>& algorithms,
+                         const GemmParams& params) const;
 
   struct Destroy {
     void operator()(cublasLtContext* handle) const { cublasLtDestroy(handle); }
   };
   std::unique_ptr<cublasLtContext, Destroy> handle_;
   DeviceBuffer workspace_;
-  std::map<Key, Plan> plans_;
+  std::string gpu_;  // its kind
+  Plans plans_;      // of those of the process that this rank has met
 };
 
 }  // namespace statetap::cuda

@@ -37,9 +37,9 @@ Stream::Stream() {
   stream_.reset(stream);
 }
 
-Event::Event() {
+Event::Event(bool timed) {
   cudaEvent_t event;
-  Check(cudaEventCreateWithFlags(&event, cudaEventDisableTiming));
+  Check(cudaEventCreateWithFlags(&event, timed ? cudaEventDefault : cudaEventDisableTiming));
   event_.reset(event);
 }
 
@@ -51,6 +51,13 @@ bool Event::Done() const {
   if (code == cudaErrorNotReady) return false;
   Check(code);
   return true;
+}
+
+float Event::Since(const Event& earlier) const {
+  Check(cudaEventSynchronize(event_.get()));
+  float milliseconds;
+  Check(cudaEventElapsedTime(&milliseconds, earlier.event_.get(), event_.get()));
+  return milliseconds;
 }
 
 DeviceBuffer::DeviceBuffer(size_t bytes, bool zeroed) : size_(bytes) {

@@ -31,12 +31,14 @@ class Stream {
 
 class Event {
  public:
-  Event();  // without timing
+  explicit Event(bool timed = false);
   cudaEvent_t get() const { return event_.get(); }
   void Record(cudaStream_t stream);
   // What comes next on `stream` waits for the last Record.
   void Hold(cudaStream_t stream) const;
   bool Done() const;
+  // Of two timed events: milliseconds from the earlier one's last Record to this one's, waited for.
+  float Since(const Event& earlier) const;
 
  private:
   std::unique_ptr<CUevent_st, Release> event_;

@@ -83,6 +83,8 @@ std::pair<PushParams, DeviceGroup::Parts> PeerGroup::NextPush(int rank, const vo
 
 void PeerGroup::ExchangeAddNorm(int rank, const SharedRows& rows, SumAddNormParams sum,
                                 cudaStream_t stream) {
+  if (std::exchange(ranks_[static_cast<size_t>(rank)].num_made, 0) > 0)
+    return ExchangePieces(rank, rows, sum, stream);
   const size_t bytes = static_cast<size_t>(rows.num_rows) * rows.row_bytes;
   if (rows.sharded || !Pushable(bytes, rows.row_bytes) ||
       rows.row_bytes != static_cast<size_t>(sum.hidden) * sizeof(bf16) ||
@@ -95,10 +97,61 @@ void PeerGroup::ExchangeAddNorm(int rank, const SharedRows& rows, SumAddNormPara
   PushSumAddNorm(push, sum, stream);
 }
 
+void PeerGroup::Reserve(int rank, int num_rows, size_t row_bytes, bool sharded) {
+  if (!sharded || Pieces(num_rows, world()).count() == 1) return;
+  const auto shard = static_cast<size_t>(ShardOfRows(num_rows, 0, world()).count);
+  ranks_[static_cast<size_t>(rank)].fetched.Reserve(ranks_.size() * shard * row_bytes);
+}
+
+void PeerGroup::Made(int rank, int piece, cudaStream_t stream) {
+  Rank& own = ranks_[static_cast<size_t>(rank)];
+  own.made[static_cast<size_t>(piece)].Record(stream);
+  ++own.num_made;
+}
+
+void PeerGroup::ExchangePieces(int rank, const SharedRows& rows, SumAddNormParams sum,
+                               cudaStream_t stream) {
+  Rank& own = ranks_[static_cast<size_t>(rank)];
+  cudaStream_t fetching = own.fetching->get();
+  own.pointer = static_cast<const std::byte*>(rows.own);
+  Meet(rank);  // every rank has recorded its pieces
+  own.summed->Hold(fetching);
+  const Pieces pieces(rows.num_rows, world());
+  const RowRange mine = ShardOfRows(rows.num_rows, rank, world());
+  const size_t block = static_cast<size_t>(mine.count) * rows.row_bytes,
+               skipped = static_cast<size_t>(mine.begin) * rows.row_bytes;
+  const int piece = pieces.Of(rank);
+  sum.world = world();
+  sum.partial[rank] = static_cast<const bf16*>(rows.own);
+  // Those that make this rank's piece first come first: the ones in front of it.
+  for (int i = 1; i <= world(); ++i) {
+    const int from = (piece * pieces.owners() + 2 * world() - i) % world();
+    if (from == rank) continue;
+    const Rank& other = ranks_[static_cast<size_t>(from)];
+    std::byte* to = own.fetched.as<std::byte>() + static_cast<size_t>(from) * block;
+    other.made[static_cast<size_t>(piece)].Hold(fetching);
+    if (block > 0)
+      Check(cudaMemcpyAsync(to, other.pointer + skipped, block, cudaMemcpyDefault, fetching));
+    sum.partial[from] = reinterpret_cast<const bf16*>(to - skipped);
+  }
+  own.done->Record(fetching);
+  own.done->Hold(stream);
+  SumAddNorm(sum, stream);
+  own.summed->Record(stream);
+  // What the others have fetched may change.
+  Meet(rank);
+  for (const Rank& other : ranks_) {
+    if (&other != &own) other.done->Hold(stream);
+  }
+}
+
 void PeerGroup::Join(int rank) {
   Rank& own = ranks_[static_cast<size_t>(rank)];
   own.ready = std::make_unique<Event>();
   own.done = std::make_unique<Event>();
+  own.fetching = std::make_unique<Stream>();
+  own.summed = std::make_unique<Event>();
+  own.made = std::vector<Event>(ranks_.size());
   if (!apart_ || own.inbox.size() > 0) return;
   const auto ranks = static_cast<size_t>(world());
   own.inbox = DeviceBuffer(2 * ranks * kSlotBytes);
@@ -173,7 +226,9 @@ void PeerGroup::GatherRows(int rank, const void* own, int num_rows, size_t row_b
     Publish(rank, own, stream);
     for (size_t r = 0; r < ranks_.size(); ++r) parts[r] = ranks_[r].pointer;
   }
-  for (int r = 0; r < world(); ++r) {
+  // Beginning with the next rank, so that not all read from one.
+  for (int i = 1; i <= world(); ++i) {
+    const int r = (rank + i) % world();
     const RowRange rows = ShardOfRows(num_rows, r, world());
     if (rows.count == 0) continue;
     Check(

@@ -1,7 +1,8 @@
 // Ranks that reach each other's device memory: on GPUs with peer access, or sharing one GPU. The
 // host threads meet, the streams are joined by events; no kernel spins, so ranks that share a GPU
 // cannot block each other. Where each rank has a GPU of its own, small exchanges go without the
-// host (push.h).
+// host (push.h). Pieces of a large step are fetched by copy engines, which take no multiprocessor
+// from the products they run beside.
 #pragma once
 
 #include <utility>
@@ -20,6 +21,9 @@ class PeerGroup final : public DeviceGroup {
   const char* name() const override { return "peer memory"; }
   void Join(int rank) override;
   void BeginStep(int rank) override;
+  void Reserve(int rank, int num_rows, size_t row_bytes, bool sharded) override;
+  bool TakesPieces() const override { return world() > 1; }
+  void Made(int rank, int piece, cudaStream_t stream) override;
   Parts Share(int rank, const SharedRows& rows, cudaStream_t stream) override;
   void Release(int rank, cudaStream_t stream) override;
   void ExchangeAddNorm(int rank, const SharedRows& rows, SumAddNormParams sum,
@@ -38,7 +42,15 @@ class PeerGroup final : public DeviceGroup {
     DeviceBuffer inbox, flags;
     int next = 0;         // which half of the inbox comes next: the last exchange is still read
     bool pushed = false;  // the last Share
+    // Of pieces: events of each, how many were made since the last exchange, where the others' rows
+    // of this rank's shard are fetched to, by which stream, and when that memory has been read.
+    std::vector<Event> made;
+    int num_made = 0;
+    DeviceBuffer fetched;
+    std::unique_ptr<Stream> fetching;
+    std::unique_ptr<Event> summed;
   };
+  void ExchangePieces(int rank, const SharedRows& rows, SumAddNormParams sum, cudaStream_t stream);
   // A block that a rank pushes: 64 rows of logits of an eighth of a large vocabulary. Larger ones
   // are read from the rank that has them.
   static constexpr size_t kSlotBytes = size_t{6} << 20;

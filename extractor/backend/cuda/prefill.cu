@@ -1,5 +1,8 @@
 #include "extractor/backend/cuda/prefill.h"
 
+#include <algorithm>
+#include <tuple>
+
 #include "extractor/backend/cuda/check.h"
 #include "extractor/backend/cuda/mma.h"
 #include "extractor/backend/step_plan.h"
@@ -225,6 +228,15 @@ void CollectKeys(const CollectKeysParams& p, cudaStream_t stream) {
   if (p.num_runs == 0) return;
   CollectKernel<<<static_cast<unsigned>(p.num_runs), kThreads, 0, stream>>>(p);
   CheckLaunch();
+}
+
+void OrderPromptTiles(std::span<PromptTile> tiles, size_t key_bytes) {
+  constexpr size_t kBytesAtOnce = size_t{16} << 20;
+  const auto keys = static_cast<int>(std::max<size_t>(1, kBytesAtOnce / key_bytes));
+  std::stable_sort(tiles.begin(), tiles.end(), [&](const PromptTile& a, const PromptTile& b) {
+    return std::tuple(a.key_row / keys, -(a.first_position + a.count)) <
+           std::tuple(b.key_row / keys, -(b.first_position + b.count));
+  });
 }
 
 void AttendPrompts(const AttendPromptsParams& p, cudaStream_t stream) {

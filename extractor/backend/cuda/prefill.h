@@ -5,6 +5,7 @@
 #include <cuda_bf16.h>
 
 #include <cstdint>
+#include <span>
 
 #include "extractor/backend/cuda/gemm.h"
 
@@ -39,6 +40,10 @@ struct PromptTile {
   int32_t key_row;  // row of position 0 in `latents` and `expanded`
 };
 inline constexpr int kPromptTileTokens = 128;
+// The order in which tiles are begun best: those of a few neighbouring sequences together, so that
+// what runs at a time finds its keys (of key_bytes in `expanded`) in the L2 cache; among these,
+// those with most keys first, as they would be last to end.
+void OrderPromptTiles(std::span<PromptTile> tiles, size_t key_bytes);
 
 // out[t][h] = sum over j ≤ position of softmax_j(scale · (q_nope · k_j + q_pe · k_pe_j)) · v_j. 64
 // keys at a time, ascending, with a running maximum; softmax in fp32, its weights rounded to bf16
@@ -50,7 +55,8 @@ struct AttendPromptsParams {
   const PromptTile* tiles;
   int num_tiles, num_heads, nope, rope, v, kv_lora;
   float scale;
-  bf16* out;  // [num_tokens, num_heads, v]
+  bf16* out;       // [num_tokens, num_heads, v]
+  int32_t* taken;  // [2], HopperAttendPrompts: zeros before and after
 };
 void AttendPrompts(const AttendPromptsParams& params, cudaStream_t stream);
 

@@ -144,6 +144,7 @@ void CudaBackend::PlanScratch(const Limits& limits) {
     prompt_keys_ = expandable_ ? limits.max_context + limits.max_tokens : 0;
     // Read behind the last key too, where no weight but 0 comes.
     plan(key_latents_, prompt_keys_, limits.latent_dim, sizeof(bf16), /*zeroed=*/true);
+    plan(prompts_taken_, 2, 1, sizeof(int32_t), /*zeroed=*/true);
     plan(expanded_, prompt_keys_, int64_t{limits.num_heads} * (nope + v), sizeof(bf16),
          /*zeroed=*/true);
   }

@@ -69,6 +69,21 @@ class CudaBackend : public Backend {
   void Multiply(const bf16* x, int64_t x_stride, RowRange rows, const Weight& w, void* y,
                 int64_t y_stride, Phase prompts = Phase::kPrompt, bool fp32_out = false,
                 bool accumulate = false);
+  // make(rows) for all rows of the step's partial sums, `partial`'s last change before the
+  // exchange: by pieces where the exchange can begin with some of them.
+  template <typename Make>
+  void MakePartial(const Step& step, const Make& make) {
+    DeviceGroup& group = communicator_.group();
+    const int rank = communicator_.rank();
+    const Pieces pieces(step.num_tokens, communicator_.world());
+    if (!step.sharded || pieces.count() == 1 || !group.TakesPieces())
+      return make(RowRange{0, step.num_tokens});
+    for (int i = 0; i < pieces.count(); ++i) {
+      const int piece = pieces.Made(rank, i);
+      make(pieces.Rows(piece));
+      group.Made(rank, piece, stream());
+    }
+  }
   // params.phase: of rows of prompts.
   void MultiplyByPhase(GemmParams params, int first_row);
   void MultiplyFew(const GemmParams& params);  // rows that decode
@@ -145,7 +160,7 @@ class CudaBackend : public Backend {
   // [max_tokens, …]
   DeviceBuffer queries_, absorbed_, attended_, heads_;
   DeviceBuffer gate_up_;  // [2, max_tokens, max_width]
-  DeviceBuffer split_parts_, split_stats_, key_latents_, expanded_;
+  DeviceBuffer split_parts_, split_stats_, key_latents_, expanded_, prompts_taken_;
   DeviceBuffer router_logits_;
   DeviceBuffer counts_, first_row_, token_of_row_, row_of_, row_tiles_, num_row_tiles_, h_, y_;
   DeviceBuffer picked_, normed_, logits_, all_logits_, choose_workspace_;

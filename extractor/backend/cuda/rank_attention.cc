@@ -49,14 +49,9 @@ void CudaBackend::PlanAttention(const StepPlan& plan) {
   absorbed_rows_ = {absorbed_begin, std::max(0, absorbed_end - absorbed_begin)};
   num_small_tiles_ = static_cast<int>(tiles_.size());
   tiles_.insert(tiles_.end(), large.begin(), large.end());
-  // Those with most keys first: they would be last to end.
-  for (const PromptRound& round : prompt_rounds_) {
-    const auto begin = prompt_tiles_.begin() + static_cast<int64_t>(round.first_tile);
-    std::stable_sort(begin, begin + static_cast<int64_t>(round.num_tiles),
-                     [](const PromptTile& a, const PromptTile& b) {
-                       return a.first_position + a.count > b.first_position + b.count;
-                     });
-  }
+  for (const PromptRound& round : prompt_rounds_)
+    OrderPromptTiles(std::span(prompt_tiles_).subspan(round.first_tile, round.num_tiles),
+                     expanded_.size() / static_cast<size_t>(prompt_keys_));
 }
 
 // Tokens [first, end) of the step, of one sequence: all its keys so far, and its query tiles.
@@ -116,7 +111,11 @@ void CudaBackend::Attention(const Step& step, const AttentionParams& p) {
   AttendAbsorbed(step, p, cache);
   // After the absorbed rows, whose range may hold prompts too.
   if (!prompt_rounds_.empty()) AttendExpanded(step, p, cache);
-  Multiply(heads_.as<bf16>(), heads * p.v_dim, {0, step.num_tokens}, p.o, p.partial, p.hidden);
+  MakePartial(step, [&](RowRange rows) {
+    const int64_t width = heads * p.v_dim;
+    Multiply(heads_.as<bf16>() + rows.begin * width, width, rows, p.o,
+             static_cast<bf16*>(p.partial) + int64_t{rows.begin} * p.hidden, p.hidden);
+  });
 }
 
 void CudaBackend::AttendAbsorbed(const Step& step, const AttentionParams& p, const bf16* cache) {
@@ -200,7 +199,8 @@ void CudaBackend::AttendExpanded(const Step& step, const AttentionParams& p, con
                                       p.v_dim,
                                       p.kv_lora,
                                       p.scale,
-                                      heads_.as<bf16>()};
+                                      heads_.as<bf16>(),
+                                      prompts_taken_.as<int32_t>()};
     if (hopper_ && HopperPromptsTake(p.nope_dim, p.rope_dim, p.v_dim)) {
       if (!prompt_maps_) prompt_maps_ = MakePromptMaps(prompts, limits_.max_tokens, prompt_keys_);
       HopperAttendPrompts(prompts, *prompt_maps_, stream());

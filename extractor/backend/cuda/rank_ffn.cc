@@ -184,8 +184,11 @@ void CudaBackend::DenseFfn(const Step& step, const DenseFfnParams& p) {
     SwiGlu(y + (gate < up ? 0 : half), y + (gate < up ? half : 0), y, int64_t{rest.count} * p.width,
            stream());
   }
-  Multiply(gate_up_.as<bf16>(), p.width, {0, step.num_tokens}, p.down, p.partial, p.hidden,
-           Phase::kPrompt, /*fp32_out=*/false, p.accumulate);
+  MakePartial(step, [&](RowRange rows) {
+    Multiply(gate_up_.as<bf16>() + int64_t{rows.begin} * p.width, p.width, rows, p.down,
+             static_cast<bf16*>(p.partial) + int64_t{rows.begin} * p.hidden, p.hidden,
+             Phase::kPrompt, /*fp32_out=*/false, p.accumulate);
+  });
 }
 
 }  // namespace statetap::cuda

@@ -28,18 +28,24 @@ constexpr int kStages = 6;
 constexpr int kWeightBytes = kTileBlocks * kInt4BlockBytes;
 constexpr int kBarrierBytes = 2 * kStages * 8;
 constexpr int kConsumers = 256, kThreads = kConsumers + 128;
+constexpr int kProducerRegisters = 24;
 
 // kRows: of the widest tile. kBlocks: of a multiprocessor, kRegisters: of a consumer's thread.
-template <int kMostRows, int kBlocksAProcessor, int kConsumerRegisters>
+// Together(width): how many wgmmas are begun together, under which as many fragments are converted.
+// The more the better they hide each other; registers for the fragments are what the accumulators
+// of a width up to kFour or kTwo leave.
+template <int kMostRows, int kBlocksAProcessor, int kConsumerRegisters, int kFour, int kTwo>
 struct Form {
   static constexpr int kRows = kMostRows, kBlocks = kBlocksAProcessor,
                        kRegisters = kConsumerRegisters;
   static constexpr int kTokenBytes = kRows * kBlockK * 2;  // multiples of 1,024: swizzle atoms
   static constexpr int kSharedBytes = kStages * (kTokenBytes + kWeightBytes) + kBarrierBytes;
+  static constexpr int Together(int width) { return width <= kFour ? 4 : width <= kTwo ? 2 : 1; }
   static_assert(kTokenBytes % 1024 == 0 && kWeightBytes % 16 == 0);
+  static_assert(RegistersSuffice(kBlocks, kConsumers, kRegisters, 128, kProducerRegisters));
 };
-using Wide = Form<kHopperTileRows, 1, 240>;
-using Narrow = Form<kHopperNarrowRows, 2, 104>;
+using Wide = Form<kHopperTileRows, 1, 240, 144, 176>;
+using Narrow = Form<kHopperNarrowRows, 2, 104, 32, 48>;
 
 // Where a thread is in the ring.
 struct Place {
@@ -67,50 +73,82 @@ struct Ring {
   __device__ uint64_t* empty(int stage) const { return full(kStages + stage); }
 };
 
-template <Product kProduct, int kWidth, int kTokenBytes>
+// Half a K step (32 columns) of a thread's two blocks of weights: the words of two fragments and
+// the scales of two rows, each.
+struct Words {
+  uint2 words[2];
+  uint32_t scales[2];
+  __device__ __forceinline__ void Load(const unsigned char* blocks, int half, int thread) {
+#pragma unroll
+    for (int b = 0; b < 2; ++b) {
+      const unsigned char* block = blocks + b * kInt4BlockBytes;
+      words[b] = *reinterpret_cast<const uint2*>(block + half * 1024 + thread * 8);
+      scales[b] =
+          *reinterpret_cast<const uint32_t*>(block + kScalesOffset + half * 128 + thread / 4 * 4);
+    }
+  }
+  // The 16 columns of `step` (0, 1) of block b as operand A.
+  __device__ __forceinline__ void Convert(int b, int step, uint32_t (&fragment)[4]) const {
+    const uint32_t word = step == 0 ? words[b].x : words[b].y,
+                   low = __byte_perm(scales[b], scales[b], 0x1010),
+                   high = __byte_perm(scales[b], scales[b], 0x3232);
+    fragment[0] = Dequantise(word, low);
+    fragment[1] = Dequantise(word >> 4, high);
+    fragment[2] = Dequantise(word >> 8, low);
+    fragment[3] = Dequantise(word >> 12, high);
+  }
+};
+
+template <Product kProduct, int kWidth, typename Form>
 __device__ __forceinline__ void Consume(const GroupedProductParams& p, const TokenTile& tile,
-                                        int weight_tile, const Ring<kTokenBytes>& ring,
+                                        int weight_tile, const Ring<Form::kTokenBytes>& ring,
                                         Place& place) {
+  constexpr int kTogether = Form::Together(kWidth), kGroups = 4 / kTogether;
+  constexpr bool kAhead = kTogether > 1;
   const int group = static_cast<int>(threadIdx.x) / 128,
             thread = static_cast<int>(threadIdx.x) % 128, warp = thread / 32, lane = thread % 32;
+  const auto blocks = [&](const Place& at) {
+    return ring.weights(at.stage) + group * 2 * kInt4BlockBytes;
+  };
   // Cleared here rather than by the first wgmma: an accumulator that is read before it is written
   // would be live from the kernel's entry, for every width.
   float acc[2][kWidth / 2];
-  uint32_t fragment[2][4];
+  uint32_t fragments[2][kTogether][4];
 #pragma unroll
   for (int i = 0; i < kWidth / 2; ++i) acc[0][i] = acc[1][i] = 0.0f;
-  for (int k = 0; k < p.k_blocks; ++k) {
+  Words words;
+  if constexpr (kAhead) {
     Wait(ring.full(place.stage), place.phase);
-    const unsigned char* blocks = ring.weights(place.stage) + group * 2 * kInt4BlockBytes;
+    words.Load(blocks(place), 0, thread);
+  }
+  for (int k = 0; k < p.k_blocks; ++k) {
+    if constexpr (!kAhead) Wait(ring.full(place.stage), place.phase);
     const uint64_t tokens = TokenDescriptor(ring.tokens(place.stage));
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      uint2 words[2];
-      uint32_t scales[2];
+    for (int g = 0; g < 2 * kGroups; ++g) {
+      const int half = g / kGroups, first = g % kGroups * kTogether;
+      if (!kAhead && first == 0) words.Load(blocks(place), half, thread);
+      uint32_t(&fragment)[kTogether][4] = fragments[g % 2];
 #pragma unroll
-      for (int b = 0; b < 2; ++b) {
-        const unsigned char* block = blocks + b * kInt4BlockBytes;
-        words[b] = *reinterpret_cast<const uint2*>(block + half * 1024 + thread * 8);
-        scales[b] = *reinterpret_cast<const uint32_t*>(block + kScalesOffset + half * 128 +
-                                                       (warp * 8 + lane / 4) * 4);
-      }
+      for (int i = 0; i < kTogether; ++i)
+        words.Convert((first + i) % 2, (first + i) / 2, fragment[i]);
+      FenceWgmma();
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int b = i % 2, step = half * 2 + i / 2;
-        const uint32_t word = i / 2 == 0 ? words[b].x : words[b].y,
-                       low = __byte_perm(scales[b], scales[b], 0x1010),
-                       high = __byte_perm(scales[b], scales[b], 0x3232);
-        fragment[b][0] = Dequantise(word, low);
-        fragment[b][1] = Dequantise(word >> 4, high);
-        fragment[b][2] = Dequantise(word >> 8, low);
-        fragment[b][3] = Dequantise(word >> 12, high);
-        FenceWgmma();
-        Wgmma<kWidth>::Multiply(acc[b], fragment[b], tokens + step * 2);
-        CommitWgmma();
-        WaitWgmma<1>();
-        // The last wgmma of the step before is done now, and with it that stage.
-        if (half == 0 && i == 0 && k > 0 && thread == 0) Arrive(ring.empty(place.before()));
+      for (int i = 0; i < kTogether; ++i) {
+        Wgmma<kWidth>::Multiply(acc[(first + i) % 2], fragment[i],
+                                tokens + (half * 2 + (first + i) / 2) * 2);
       }
+      CommitWgmma();
+      if (kAhead && g == kGroups - 1) words.Load(blocks(place), 1, thread);
+      if (kAhead && g == 2 * kGroups - 1 && k + 1 < p.k_blocks) {
+        Place next = place;
+        next.Advance();
+        Wait(ring.full(next.stage), next.phase);
+        words.Load(blocks(next), 0, thread);
+      }
+      WaitWgmma<1>();
+      // The last wgmma of the step before is done now, and with it that stage.
+      if (g == 0 && k > 0 && thread == 0) Arrive(ring.empty(place.before()));
     }
     place.Advance();
   }
@@ -163,14 +201,15 @@ __device__ void Produce(const GroupedProductParams& p, const Maps& maps, int tot
 }
 
 // The loops of all widths from kWidth down.
-template <Product kProduct, int kWidth, int kTokenBytes>
+template <Product kProduct, int kWidth, typename Form>
 __device__ __forceinline__ void ConsumeFrom(const GroupedProductParams& p, int total, int& i,
-                                            const Ring<kTokenBytes>& ring, Place& place) {
+                                            const Ring<Form::kTokenBytes>& ring, Place& place) {
   for (; i < total && p.tiles[i / p.weight_tiles].width == kWidth;
        i += static_cast<int>(gridDim.x)) {
-    Consume<kProduct, kWidth>(p, p.tiles[i / p.weight_tiles], i % p.weight_tiles, ring, place);
+    Consume<kProduct, kWidth, Form>(p, p.tiles[i / p.weight_tiles], i % p.weight_tiles, ring,
+                                    place);
   }
-  if constexpr (kWidth > 8) ConsumeFrom<kProduct, kWidth - 8>(p, total, i, ring, place);
+  if constexpr (kWidth > 8) ConsumeFrom<kProduct, kWidth - 8, Form>(p, total, i, ring, place);
 }
 
 template <Product kProduct, typename Form>
@@ -188,13 +227,13 @@ __global__ void __launch_bounds__(kThreads, Form::kBlocks)
   __syncthreads();
   const int total = *p.num_tiles * p.weight_tiles;
   if (threadIdx.x >= kConsumers) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kProducerRegisters));
     if (threadIdx.x == kConsumers) Produce(p, maps, total, ring);
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Form::kRegisters));
     Place place(0);
     int i = static_cast<int>(blockIdx.x);
-    ConsumeFrom<kProduct, Form::kRows>(p, total, i, ring, place);
+    ConsumeFrom<kProduct, Form::kRows, Form>(p, total, i, ring, place);
   }
 }
 

@@ -15,6 +15,15 @@ struct Maps {
   CUtensorMap of_width[kHopperTileRows / 8];
 };
 
+// Whether producers that keep `of_producer` registers a thread give back what consumers then ask
+// for: setmaxnreg waits for ever where they do not. `blocks` of a multiprocessor, launched with all
+// its registers.
+constexpr bool RegistersSuffice(int blocks, int consumers, int of_consumer, int producers,
+                                int of_producer) {
+  const int at_launch = 65536 / blocks / (consumers + producers) / 8 * 8;
+  return consumers * (of_consumer - at_launch) <= producers * (at_launch - of_producer);
+}
+
 __device__ inline uint32_t Address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }

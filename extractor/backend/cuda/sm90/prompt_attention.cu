@@ -1,11 +1,12 @@
 // Attention of prompts in the expanded form by wgmma and TMA: sm_90a, heads of 192 and 128.
 //
-// The grid is one block a multiprocessor; a block takes pairs (tile of 128 tokens, head) by turns,
-// longest first in one turn and shortest first in the next, which evens out. Warp 8 is the
-// producer: queries once a pair, then 128 keys and their values at a time into a ring of two
-// stages. Two consumer warpgroups hold 64 query rows each: the products of the next keys are
-// computed while the values of the last ones are added up, and the softmax of one warpgroup runs
-// under the products of the other.
+// The grid is one block a multiprocessor; a block takes the next pair (tile of 128 tokens, head) of
+// the list when it has done one, so that what runs at a time lies near in the list and shares keys.
+// Warp 8 is the producer: queries once a pair, then 128 keys and their values at a time into a ring
+// of two stages. Two consumer warpgroups hold 64 query rows each: the products of the next keys are
+// computed while the values of the last ones are added up, the first product of the next pair while
+// this one's rows are written, and the softmax of one warpgroup runs under the products of the
+// other.
 #include <cuda.h>
 
 #include <algorithm>
@@ -28,8 +29,10 @@ constexpr int kChunkBytes = 128 * kChunk * 2;  // of 128 rows
 constexpr int kQueryBytes = kQueryDim / kChunk * kChunkBytes, kKeyBytes = kQueryBytes,
               kValueBytes = kValueDim / kChunk * kChunkBytes;
 constexpr int kBarriers = 2 + 4 * kStages;
-constexpr int kSharedBytes = kQueryBytes + kStages * (kKeyBytes + kValueBytes) + kBarriers * 8;
+constexpr int kSharedBytes = kQueryBytes + kStages * (kKeyBytes + kValueBytes) + kBarriers * 8 + 16;
 constexpr int kConsumers = 256, kThreads = kConsumers + 128;
+constexpr int kConsumerRegisters = 232, kProducerRegisters = 40;
+static_assert(RegistersSuffice(1, kConsumers, kConsumerRegisters, 128, kProducerRegisters));
 static_assert(kPromptTileTokens == 128 && kKeys == 128, "a box has 128 rows");
 
 struct Maps3 {
@@ -47,6 +50,8 @@ struct Memory {
     return reinterpret_cast<uint64_t*>(base + kQueryBytes + kStages * (kKeyBytes + kValueBytes)) +
            i;
   }
+  // Whose queries these are: −1 when no pair is left.
+  __device__ int* pair() const { return reinterpret_cast<int*>(barrier(kBarriers)); }
   __device__ uint64_t* full_queries() const { return barrier(0); }
   __device__ uint64_t* empty_queries() const { return barrier(1); }
   __device__ uint64_t* full_keys(int stage) const { return barrier(2 + stage); }
@@ -59,26 +64,19 @@ struct Memory {
 __device__ int StageOf(int count) { return count % kStages; }
 __device__ int PhaseOf(int count) { return count / kStages & 1; }
 
-// Which pair a block takes in a turn; −1: none.
-__device__ int PairOf(int turn, int num_pairs) {
-  const int blocks = static_cast<int>(gridDim.x), block = static_cast<int>(blockIdx.x);
-  const int pair = turn * blocks + (turn % 2 == 0 ? block : blocks - 1 - block);
-  return pair < num_pairs ? pair : -1;
-}
-
 __device__ int StepsOf(const PromptTile& tile) {
   return (tile.first_position + tile.count + kKeys - 1) / kKeys;
 }
 
 __device__ void Produce(const AttendPromptsParams& p, const Maps3& maps, const Memory& memory) {
-  const int num_pairs = p.num_tiles * p.num_heads;
-  int count = 0;
-  for (int turn = 0; turn * static_cast<int>(gridDim.x) < num_pairs; ++turn) {
-    const int pair = PairOf(turn, num_pairs);
-    if (pair < 0) continue;
+  const int num_pairs = p.num_tiles * p.num_heads, blocks = static_cast<int>(gridDim.x);
+  int count = 0, pair = static_cast<int>(blockIdx.x);
+  for (int turn = 0; pair < num_pairs; ++turn) {
+    const int next = blocks + atomicAdd(&p.taken[0], 1);  // there when it is needed
     const PromptTile tile = p.tiles[pair / p.num_heads];
     const int head = pair % p.num_heads, steps = StepsOf(tile);
     Wait(memory.empty_queries(), (turn & 1) ^ 1);
+    *memory.pair() = pair;
     ExpectBytes(memory.full_queries(), kQueryBytes);
     for (int c = 0; c < kQueryDim / kChunk; ++c) {
       LoadTokens(memory.queries() + c * kChunkBytes, &maps.queries, head * kQueryDim + c * kChunk,
@@ -104,7 +102,14 @@ __device__ void Produce(const AttendPromptsParams& p, const Maps3& maps, const M
                    column + kNope + c * kChunk, row, values);
       }
     }
+    pair = next;
+    if (pair < num_pairs) continue;
+    Wait(memory.empty_queries(), turn & 1);
+    *memory.pair() = -1;
+    Arrive(memory.full_queries());
   }
+  // The last block leaves the counts as it found them.
+  if (atomicAdd(&p.taken[1], 1) == blocks - 1) p.taken[0] = p.taken[1] = 0;
 }
 
 // Operand B with rows of N: 64 columns a line, atoms of 8 keys, the other 64 columns a chunk
@@ -204,34 +209,66 @@ __device__ __forceinline__ void PackWeights(const float (&scores)[kKeys / 2],
     weights[i / 4][i % 4] = Pack(scores[2 * i], scores[2 * i + 1]);
 }
 
+// A thread's part of rows `row` and `row` + 8 of the tile.
+__device__ __forceinline__ void WriteRows(const AttendPromptsParams& p, const PromptTile& tile,
+                                          int head, int row, const Rows& rows,
+                                          const float (&out)[kValueDim / 2]) {
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    float sum = rows.sum[half];
+    sum += __shfl_xor_sync(0xffffffffu, sum, 1);
+    sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+    if (row + half * 8 >= tile.count) continue;
+    const float scale = 1 / sum;
+    bf16* to = p.out +
+               ((static_cast<int64_t>(tile.first_token) + row + half * 8) * p.num_heads + head) *
+                   kValueDim +
+               lane % 4 * 2;
+#pragma unroll
+    for (int i = 0; i < kValueDim / 8; ++i) {
+      *reinterpret_cast<uint32_t*>(to + i * 8) =
+          Pack(out[4 * i + half * 2] * scale, out[4 * i + half * 2 + 1] * scale);
+    }
+  }
+}
+
 __device__ void Consume(const AttendPromptsParams& p, float scale_log2, const Memory& memory) {
   const int group = static_cast<int>(threadIdx.x) / 128,
             thread = static_cast<int>(threadIdx.x) % 128, lane = thread % 32;
   const int row = group * 64 + thread / 32 * 16 + lane / 4;  // and eight rows on
-  const int num_pairs = p.num_tiles * p.num_heads;
   const unsigned char* queries = memory.queries() + group * 64 * 128;
-  float scores[kKeys / 2] = {};
+  float scores[kKeys / 2] = {}, out[kValueDim / 2];
   uint32_t weights[kFragments][4];
-  int count = 0;
-  for (int turn = 0; turn * static_cast<int>(gridDim.x) < num_pairs; ++turn) {
-    const int pair = PairOf(turn, num_pairs);
-    if (pair < 0) continue;
+  int count = 0, turn = 0;
+  // The next pair, −1 if there is none, and its first product. That is begun in any case, as wgmma
+  // in a branch would be waited for at its end.
+  const auto begin_pair = [&] {
+    Wait(memory.full_queries(), turn & 1);
+    ++turn;
+    const int pair = *memory.pair();
+    if (pair >= 0) Wait(memory.full_keys(StageOf(count)), PhaseOf(count));
+    BeginScores(queries, memory.keys(StageOf(count)), scores);
+    return pair;
+  };
+  for (int pair = begin_pair(), next_pair; pair >= 0; pair = next_pair) {
     const PromptTile tile = p.tiles[pair / p.num_heads];
-    const int head = pair % p.num_heads, steps = StepsOf(tile);
+    const int steps = StepsOf(tile);
     const int positions[2] = {tile.first_position + row, tile.first_position + row + 8};
     // Every row of the warpgroup sees the keys in front of this one.
     const int first_masked = tile.first_position + group * 64 + 1;
-    float out[kValueDim / 2] = {}, factor[2];
+    float factor[2];
     Rows rows;
-
-    Wait(memory.full_queries(), turn & 1);
-    Wait(memory.full_keys(StageOf(count)), PhaseOf(count));
-    BeginScores(queries, memory.keys(StageOf(count)), scores);
     WaitWgmma<0>();
     Settle(scores);
-    if (thread == 0) Arrive(memory.empty_keys(StageOf(count)));
+    if (thread == 0) {
+      Arrive(memory.empty_keys(StageOf(count)));
+      if (steps == 1) Arrive(memory.empty_queries());
+    }
     Softmax(scores, 0, positions, kKeys > first_masked, scale_log2, rows, factor);
     PackWeights(scores, weights);
+#pragma unroll
+    for (int i = 0; i < kValueDim / 2; ++i) out[i] = 0;
     for (int step = 1; step < steps; ++step, ++count) {
       const int stage = StageOf(count), next = StageOf(count + 1);
       Wait(memory.full_keys(next), PhaseOf(count + 1));
@@ -240,7 +277,10 @@ __device__ void Consume(const AttendPromptsParams& p, float scale_log2, const Me
       BeginValues(weights, memory.values(stage), out);
       WaitWgmma<1>();
       Settle(scores);
-      if (thread == 0) Arrive(memory.empty_keys(next));
+      if (thread == 0) {
+        Arrive(memory.empty_keys(next));
+        if (step == steps - 1) Arrive(memory.empty_queries());
+      }
       Softmax(scores, step * kKeys, positions, (step + 1) * kKeys > first_masked, scale_log2, rows,
               factor);
       WaitWgmma<0>();
@@ -250,32 +290,16 @@ __device__ void Consume(const AttendPromptsParams& p, float scale_log2, const Me
       for (int i = 0; i < kValueDim / 2; ++i) out[i] *= factor[i % 4 / 2];
       PackWeights(scores, weights);
     }
-    if (thread == 0) Arrive(memory.empty_queries());
     Wait(memory.full_values(StageOf(count)), PhaseOf(count));
     BeginValues(weights, memory.values(StageOf(count)), out);
     WaitWgmma<0>();
     Settle(out);
     if (thread == 0) Arrive(memory.empty_values(StageOf(count)));
     ++count;
-
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      float sum = rows.sum[half];
-      sum += __shfl_xor_sync(0xffffffffu, sum, 1);
-      sum += __shfl_xor_sync(0xffffffffu, sum, 2);
-      if (row + half * 8 >= tile.count) continue;
-      const float scale = 1 / sum;
-      bf16* to = p.out +
-                 ((static_cast<int64_t>(tile.first_token) + row + half * 8) * p.num_heads + head) *
-                     kValueDim +
-                 lane % 4 * 2;
-#pragma unroll
-      for (int i = 0; i < kValueDim / 8; ++i) {
-        *reinterpret_cast<uint32_t*>(to + i * 8) =
-            Pack(out[4 * i + half * 2] * scale, out[4 * i + half * 2 + 1] * scale);
-      }
-    }
+    next_pair = begin_pair();
+    WriteRows(p, tile, pair % p.num_heads, row, rows, out);
   }
+  WaitWgmma<0>();
 }
 
 __global__ void __launch_bounds__(kThreads, 1)
@@ -296,10 +320,10 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
   __syncthreads();
   if (threadIdx.x >= kConsumers) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kProducerRegisters));
     if (threadIdx.x == kConsumers) Produce(p, maps, memory);
   } else {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kConsumerRegisters));
     Consume(p, scale_log2, memory);
   }
 }
