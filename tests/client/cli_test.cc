@@ -569,6 +569,7 @@ TEST_F(CliTest, VerifyExitsWithOneOnFaultsAndNotOnWarnings) {
 }
 
 TEST_F(CliTest, TheReportIsOneFileThatNeedsNoOther) {
+  ASSERT_EQ(Run({"submit", Prompts(1)}).code, kExitDone);
   const std::string file = (dir_ / "report.html").string();
   EXPECT_EQ(Run({"stats", "job-1", "--html", file}).code, kExitDone);
   const std::string report = *ReadWholeFile(file);

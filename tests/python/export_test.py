@@ -194,7 +194,7 @@ class ExportTest(unittest.TestCase):
         self.assertTrue((self.out("b") / "d2t-20.npy").exists() and (self.out("b") / "d2t-10.npy").exists())
         told = served.cli("--json", "stats", "--as", "speculators", self.out("a"), "--model", MODEL)
         self.assertEqual((json.loads(told.stdout)["files"], json.loads(told.stdout)["faults"]), (12, []))
-        self.assertIn("--as", served.cli("stats", "all", "--model", MODEL, expect=2).stderr)
+        self.assertIn("goes with shards", served.cli("stats", "all", "--model", MODEL, expect=2).stderr)
         served.cli("export", "--to", "speculators", "nobody", "--out", self.out("c"), expect=1)
         self.assertIn("--where", served.cli("export", "--to", "speculators", "all", "--were", "x", expect=2).stderr)
         os.environ["STATETAP_PYTHON"] = "/nowhere/python3"
