@@ -5,6 +5,7 @@
 
 #include "extractor/base/file.h"
 #include "extractor/checkpoint/safetensors.h"
+#include "extractor/checkpoint/tensor_inventory.h"
 
 namespace statetap {
 namespace {
@@ -27,9 +28,7 @@ absl::StatusOr<ForeignFile> ReadHeader(const fs::path& path) {
                          std::string_view expected) {
     return absl::InvalidArgumentError(fmt::format(
         "{}: {} is {}; {} is read, as vLLM's connector and speculators write it", path.string(),
-        name,
-        entry.name.empty() ? "not there"
-                           : fmt::format("{} [{}]", entry.dtype, fmt::join(entry.shape, ", ")),
+        name, entry.name.empty() ? "not there" : DescribeTensor(entry.dtype, entry.shape),
         expected));
   };
   if (file.ids.dtype != "I64" || file.ids.shape.size() != 1)

@@ -64,6 +64,7 @@ std::string FormatNumber(double value) {
 }
 
 std::string FormatFixed(double value, int digits) {
+  if (std::isnan(value)) return "-";
   std::string text = fmt::format("{:.{}f}", value, digits);
   const bool zero = text.find_first_of("123456789nf") == std::string::npos;
   return zero && text.starts_with('-') ? text.substr(1) : text;

@@ -178,7 +178,8 @@ std::vector<Command> ShardCommands() {
        "Reads shards again: verifies every checksum, names damaged samples, makes statistics again",
        "Exit 1 on damage, or where there is no shard.\n\nExamples:\n  statetap check "
        "prompts.jsonl\n"
-       "  statetap check copy/of/shards",
+       "  statetap check copy/of/shards\n"
+       "  statetap check prompts.jsonl --model --samples 8    # captured again by the server",
        DeclareCheck}};
 }
 

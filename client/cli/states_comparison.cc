@@ -57,28 +57,28 @@ double MedianOf(std::vector<double> values) {
 class RowHeads {
  public:
   void Add(double ours, double theirs, int64_t token) {
-    if (ours > our_top_) our_top_ = ours, our_token_ = token;
     if (theirs > their_top_) their_top_ = theirs, their_token_ = token;
     their_sum_.Add(theirs);
-    // Σ exp(ours − most)·(ours − theirs), scaled anew whenever a larger logit comes.
-    if (ours > most_) {
-      const double scale = std::exp(most_ - ours);
+    // Σ exp(ours − top)·(ours − theirs), scaled anew whenever a larger logit comes.
+    if (ours > our_top_) {
+      const double scale = std::exp(our_top_ - ours);
       weight_ *= scale;
       weighted_ *= scale;
-      most_ = ours;
+      our_top_ = ours;
+      our_token_ = token;
     }
-    const double share = std::exp(ours - most_);
+    const double share = std::exp(ours - our_top_);
     weight_ += share;
     weighted_ += share * (ours - theirs);
   }
   bool same_top() const { return our_token_ == their_token_; }
   double kl() const {
-    return std::max(0.0, weighted_ / weight_ - (most_ + std::log(weight_)) + their_sum_.value());
+    return std::max(0.0, weighted_ / weight_ - (our_top_ + std::log(weight_)) + their_sum_.value());
   }
 
  private:
   static constexpr double kNone = -std::numeric_limits<double>::infinity();
-  double our_top_ = kNone, their_top_ = kNone, most_ = kNone, weight_ = 0, weighted_ = 0;
+  double our_top_ = kNone, their_top_ = kNone, weight_ = 0, weighted_ = 0;
   int64_t our_token_ = -1, their_token_ = -1;
   LogSumExp their_sum_;
 };
@@ -261,7 +261,7 @@ void StatesComparison::Print(Context& context, size_t worst) const {
                Right("lowest"), Right("relative error"), Right("non-finite")});
   for (const BoundaryDifference& b : boundaries_)
     table.Add({std::to_string(b.boundary), std::to_string(b.boundary - 1), FormatCount(b.rows),
-               std::isnan(b.MeanCosine()) ? "-" : FormatFixed(b.MeanCosine(), 6),
+               FormatFixed(b.MeanCosine(), 6),
                b.compared == 0 ? "-" : FormatFixed(b.lowest_cosine, 6),
                FormatNumber(b.RelativeError()), FormatCount(b.nonfinite)});
   context.out << table.Format(context.table_width());
@@ -276,7 +276,7 @@ void StatesComparison::Print(Context& context, size_t worst) const {
   for (const SampleDifference& sample : Worst(worst))
     samples.Add({sample.id, FormatCount(sample.rows), std::to_string(sample.boundary),
                  FormatNumber(sample.relative_error), FormatNumber(sample.median_error),
-                 std::isnan(sample.cosine) ? "-" : FormatFixed(sample.cosine, 6)});
+                 FormatFixed(sample.cosine, 6)});
   if (worst > 0) context.out << '\n' << samples.Format(context.table_width());
   if (!only_here.empty())
     context.out << fmt::format("only here: {} samples: {}\n", FormatCount(std::ssize(only_here)),

@@ -38,10 +38,6 @@ absl::StatusOr<v1::Statistics> StatisticsOf(Context& context, const StatsFlags& 
                         flags.model);
 }
 
-std::string Scored(double value, int digits) {
-  return std::isnan(value) ? "-" : FormatFixed(value, digits);
-}
-
 // Cosines are of rows with the same rows at the boundary captured before; servers and shards of
 // before these do not tell them.
 void PrintTable(Context& context, const v1::Statistics& statistics) {
@@ -85,9 +81,9 @@ void PrintSources(Context& context, const v1::Statistics& statistics) {
                Right("hit limit"), Right("empty"), Right("looping"), Right("no </think>")});
   for (const v1::SourceReport& source : statistics.sources()) {
     table.Add({source.source(), FormatCount(source.samples()),
-               FormatCount(source.supervised_tokens()), Scored(source.surprise(), 3),
-               Scored(source.entropy(), 3), Scored(source.policy_gap(), 3),
-               Scored(source.policy_gap_error(), 3), FormatCount(source.answers()),
+               FormatCount(source.supervised_tokens()), FormatFixed(source.surprise(), 3),
+               FormatFixed(source.entropy(), 3), FormatFixed(source.policy_gap(), 3),
+               FormatFixed(source.policy_gap_error(), 3), FormatCount(source.answers()),
                FormatCount(source.hit_limit()), FormatCount(source.empty()),
                FormatCount(source.looping()),
                // Where no answer is known to have begun in thought, none can lack its end.
@@ -190,7 +186,7 @@ absl::StatusOr<int> StatsByClass(Context& context, const StatsFlags& flags) {
       table.Add({std::to_string(boundary.boundary()), of_class.token_class(),
                  FormatCount(of_class.count()), FormatNumber(of_class.row_rms_p01()),
                  FormatNumber(of_class.row_rms_p50()), FormatNumber(of_class.row_rms_p99()),
-                 Scored(of_class.cosine(), 4), Scored(of_class.cosine_std(), 4)});
+                 FormatFixed(of_class.cosine(), 4), FormatFixed(of_class.cosine_std(), 4)});
       Json json = {{"boundary", boundary.boundary()}};
       json.update(JsonOf(of_class));
       list.push_back(std::move(json));

@@ -38,7 +38,7 @@ std::vector<double> NormsOf(const std::vector<uint16_t>& states, size_t num_toke
 }
 
 std::string FormatLogprob(const std::vector<float>& values, size_t t) {
-  return t >= values.size() || std::isnan(values[t]) ? "-" : FormatFixed(double{values[t]}, 3);
+  return t >= values.size() ? "-" : FormatFixed(double{values[t]}, 3);
 }
 
 // A text for each token; empty where there is no tokenizer.

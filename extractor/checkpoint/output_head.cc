@@ -8,6 +8,7 @@
 #include "extractor/base/vector_clones.h"
 #include "extractor/base/worker_pool.h"
 #include "extractor/checkpoint/hf_cache.h"
+#include "extractor/checkpoint/tensor_inventory.h"
 #include "extractor/checkpoint/tensor_table.h"
 
 namespace statetap {
@@ -71,8 +72,9 @@ struct OutputHead::Place {
     const TensorInfo& tensor = found->second;
     if (tensor.dtype == DType::kBf16 && tensor.shape == shape) return &tensor;
     return absl::InvalidArgumentError(
-        fmt::format("{}: {} is {} [{}], bf16 [{}] is read", folder.string(), name,
-                    NameOf(tensor.dtype), fmt::join(tensor.shape, ", "), fmt::join(shape, ", ")));
+        fmt::format("{}: {} is {}, {} is read", folder.string(), name,
+                    DescribeTensor(NameOf(tensor.dtype), tensor.shape),
+                    DescribeTensor(NameOf(DType::kBf16), shape)));
   }
 };
 

@@ -16,10 +16,11 @@ struct ScoredToken {
   int32_t id;
 };
 
-absl::StatusOr<std::vector<ScoredToken>> MostSurprising(const ShardReader& shard) {
+std::vector<ScoredToken> MostSurprising(const ShardReader& shard,
+                                        std::span<const SampleRecord> records) {
   std::vector<ScoredToken> tokens;
-  for (size_t i = 0; i < shard.samples().size(); ++i) {
-    STATETAP_ASSIGN_OR_RETURN(const SampleRecord record, shard.ReadRecord(static_cast<int64_t>(i)));
+  for (size_t i = 0; i < records.size(); ++i) {
+    const SampleRecord& record = records[i];
     const int64_t first_row = shard.samples()[i].first_row;
     for (size_t t = 1; t < record.logprobs.size(); ++t) {
       const float logprob = record.logprobs[t];
@@ -38,16 +39,15 @@ double LogOdds(double logprob) { return logprob - std::log(-std::expm1(logprob))
 
 }  // namespace
 
-absl::Status FinalCheck::Take(const ShardReader& shard) {
+absl::Status FinalCheck::Take(const ShardReader& shard, std::span<const SampleRecord> records) {
   const ShardConfig& config = shard.config();
   const bool has_final = config.boundaries.back() == config.layers;
   if (shards_.size() >= kShards || !has_final || config.dtype != StatesDtype::kBf16)
     return absl::OkStatus();
-  STATETAP_ASSIGN_OR_RETURN(const std::vector<ScoredToken> tokens, MostSurprising(shard));
   Shard taken{.name = shard.path().filename()};
   const auto final_index = static_cast<int>(config.boundaries.size()) - 1;
   std::vector<uint16_t> row(static_cast<size_t>(config.hidden));
-  for (const ScoredToken& token : tokens) {
+  for (const ScoredToken& token : MostSurprising(shard, records)) {
     STATETAP_RETURN_IF_ERROR(shard.ReadStates(final_index, token.row, row));
     taken.states.insert(taken.states.end(), row.begin(), row.end());
     taken.tokens.push_back(token.id);

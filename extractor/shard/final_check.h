@@ -24,7 +24,8 @@ class FinalCheck {
   // Takes the 16 tokens of the shard that surprised the model most, of those with a probability
   // below 0.999: they tell most. Nothing of a shard without final states in bf16 or without
   // log-probabilities, and nothing behind the 32nd shard: their rows are kept here.
-  absl::Status Take(const ShardReader& shard);
+  // `records`: of all its samples.
+  absl::Status Take(const ShardReader& shard, std::span<const SampleRecord> records);
   // Compares what was taken since the last call.
   absl::Status Score(const TokenScorer& scorer);
 

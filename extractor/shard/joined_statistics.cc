@@ -34,16 +34,9 @@ absl::Status JoinedStatistics::Add(const ShardReader& shard, const SampleFilter&
   samples += static_cast<int64_t>(shard.samples().size());
   rows += shard.rows();
   levels.push_back(LevelOf(shard, more));
-  STATETAP_RETURN_IF_ERROR(finals.Take(shard));
-  return AddTokens(shard);
-}
-
-absl::Status JoinedStatistics::AddTokens(const ShardReader& shard) {
-  for (size_t i = 0; i < shard.samples().size(); ++i) {
-    STATETAP_ASSIGN_OR_RETURN(const SampleRecord record, shard.ReadRecord(static_cast<int64_t>(i)));
-    tokens.Add(record, shard.config());
-  }
-  return absl::OkStatus();
+  STATETAP_ASSIGN_OR_RETURN(const std::vector<SampleRecord> records, shard.ReadRecords());
+  for (const SampleRecord& record : records) tokens.Add(record, shard.config());
+  return finals.Take(shard, records);
 }
 
 absl::Status JoinedStatistics::AddSamples(const ShardReader& shard, const SampleFilter& filter) {

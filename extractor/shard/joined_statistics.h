@@ -29,7 +29,6 @@ struct JoinedStatistics {
 
  private:
   absl::Status AddSamples(const ShardReader& shard, const SampleFilter& filter);
-  absl::Status AddTokens(const ShardReader& shard);
 };
 
 }  // namespace statetap

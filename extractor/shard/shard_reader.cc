@@ -282,4 +282,12 @@ uint64_t SampleChecksum(const SampleRecord& sample,
   return digest.Digest();
 }
 
+absl::StatusOr<std::vector<SampleRecord>> ShardReader::ReadRecords() const {
+  std::vector<SampleRecord> records;
+  for (int64_t sample = 0; sample < std::ssize(samples()); ++sample) {
+    STATETAP_ASSIGN_OR_RETURN(records.emplace_back(), ReadRecord(sample));
+  }
+  return records;
+}
+
 }  // namespace statetap

@@ -54,6 +54,7 @@ class ShardReader {
   // Ids, mask, logprobs, entropies (NaN where not computed) and the rest of a sample. OUT_OF_RANGE
   // for an index that is not there.
   virtual absl::StatusOr<SampleRecord> ReadRecord(int64_t sample) const = 0;
+  absl::StatusOr<std::vector<SampleRecord>> ReadRecords() const;  // of all samples
   // Rows [first_row, first_row + to.size() / hidden) of the shard at
   // config().boundaries[boundary_index], straight from the file. Thread safe.
   virtual absl::Status ReadStates(int boundary_index, int64_t first_row,

@@ -129,6 +129,10 @@ void ShardPipeline::Push(Event event) {
   pushed_.notify_all();
 }
 
+void ShardPipeline::PushResult() {
+  Push({nullptr, [this] { TakeWhatIsReady(); }, {}});
+}
+
 void ShardPipeline::PushFinished(ActiveJobPtr job, FinishedSample sample, int64_t reserved_bytes) {
   auto shared = std::make_shared<FinishedSample>(std::move(sample));
   Push({job, [this, job, shared, reserved_bytes] { Append(job, shared, reserved_bytes); }, {}});
@@ -244,12 +248,12 @@ void ShardPipeline::Append(const ActiveJobPtr& job, std::shared_ptr<FinishedSamp
     sample->states = {};
     return status;
   };
-  const auto done = [this] { Push({nullptr, [this] { TakeWhatIsReady(); }, {}}); };
   const auto rows = std::ssize(sample->record.input_ids);
   const int64_t bytes = rows * StatesRowBytes(job->shard_config);
   shard.given_rows += rows;
   shard.waiting += bytes;
-  shard.appends.push_back({sample, reserved, bytes, shard.thread.Run(append, done)});
+  shard.appends.push_back(
+      {sample, reserved, bytes, shard.thread.Run(append, [this] { PushResult(); })});
   CountCaptured(*job);
   if (shard.given_rows * StatesRowBytes(job->shard_config) >=
       static_cast<int64_t>(job->plan.options.shard_bytes()))

@@ -76,6 +76,7 @@ class ShardPipeline {
     std::vector<JobStore::RejectedSample> rejected;
   };
   void Push(Event event);
+  void PushResult();  // from a shard's thread: it has one
   void Work();
   void Append(const ActiveJobPtr& job, std::shared_ptr<FinishedSample> sample, int64_t reserved);
   void Reject(const ActiveJobPtr& job, std::span<const JobStore::RejectedSample> samples);

@@ -69,8 +69,9 @@ class FeatureStreamTest : public ::testing::Test {
       return true;
     };
   }
-  // Runs a stream whose client acknowledges the first `acknowledge` samples and closes.
-  std::vector<std::string> Take(const std::string& group, uint64_t acknowledge) {
+  // Runs a stream whose client acknowledges the first `acknowledge` samples, or all, and closes.
+  std::vector<std::string> Take(const std::string& group,
+                                std::optional<uint64_t> acknowledge = std::nullopt) {
     Received received;
     const auto stream = Open(Start(group));
     const FeatureOutlet outlet = Into(received);
@@ -78,8 +79,9 @@ class FeatureStreamTest : public ::testing::Test {
         stream->Run([&](const v1::StreamFeaturesResponse& message, const StatesView& states) {
           outlet(message, states);
           if (message.has_end()) {
-            if (acknowledge > 0) {
-              EXPECT_OK(stream->Acknowledge(acknowledge));
+            const uint64_t delivered = acknowledge.value_or(received.deliveries);
+            if (delivered > 0) {
+              EXPECT_OK(stream->Acknowledge(delivered));
             }
             stream->Close();
           }
@@ -189,13 +191,15 @@ TEST_F(FeatureStreamTest, StreamsOfAGroupShareAndAVanishedOneGivesBack) {
   for (int i = 0; i < 500 && first.deliveries < 3; ++i)
     std::this_thread::sleep_for(std::chrono::milliseconds(2));
   EXPECT_OK(vanishing->Acknowledge(1));
-  // Another one of the group gets the rest while the first holds 3 unread ones (and leased a 4th).
-  EXPECT_EQ(Take("g", 8).size(), 8u);
+  // Another one of the group gets the rest while the first holds 3 unread ones (and may have leased
+  // a 4th).
+  const size_t taken = Take("g").size();
+  EXPECT_THAT(taken, ::testing::AnyOf(8, 9));
   vanishing->Stop(absl::CancelledError("the client has gone"));
   EXPECT_THAT(run.get(), StatusIs(absl::StatusCode::kCancelled, "gone"));
   vanishing.reset();
-  EXPECT_EQ(Take("g", 3).size(), 3u);
-  EXPECT_TRUE(Take("g", 0).empty());
+  EXPECT_EQ(Take("g").size(), 11 - taken);
+  EXPECT_TRUE(Take("g").empty());
 }
 
 TEST_F(FeatureStreamTest, SelectsBoundariesOrSaysWhichIsMissing) {
@@ -230,12 +234,11 @@ TEST_F(FeatureStreamTest, StreamsOfAGroupNeverSendASampleTwice) {
   auto run = std::async(std::launch::async, [&] { return slow->Run(Into(first)); });
   for (int i = 0; i < 500 && first.deliveries < 2; ++i)
     std::this_thread::sleep_for(std::chrono::milliseconds(2));
-  ASSERT_EQ(first.deliveries, 2u);  // it has read all twelve, and leased a third
-  std::vector<std::string> ids = Take("g", 9);
-  EXPECT_EQ(ids.size(), 9u);
+  ASSERT_EQ(first.deliveries, 2u);  // it has read all twelve, and may have leased a third
+  std::vector<std::string> ids = Take("g");
+  EXPECT_THAT(ids.size(), ::testing::AnyOf(9, 10));
   slow->AddCredit(100 * kSampleBytes);
   EXPECT_OK(run.get());
-  EXPECT_EQ(first.ids.size(), 3u);
   ids.insert(ids.end(), first.ids.begin(), first.ids.end());
   EXPECT_THAT(ids, ::testing::UnorderedElementsAreArray(StoredOrder()));
 }

@@ -665,6 +665,16 @@ TEST(ServedModelTest, StopIdsAreTheCheckpointsAndTheNamedOnes) {
   EXPECT_EQ(ContentConflict(before, before), "");
 }
 
+// As if the server had been killed between the renames and the transactions.
+void ForgetShards(const JobHarness& harness, int samples) {
+  ASSERT_OK_AND_ASSIGN(auto sql, SqlConnection::Open(harness.dir / "statetap.db",
+                                                     SqlConnection::Access::kReadWrite));
+  ASSERT_OK(sql.Execute(fmt::format(
+      "DELETE FROM shards; UPDATE samples SET state = 0, shard = NULL, row = NULL;"
+      "UPDATE jobs SET state = 2, stored = 0, to_do = {}, tokens = 0, generated = 0, bytes = 0",
+      samples)));
+}
+
 TEST(JobRunnerTest, StartRemovesUnfinishedFilesAndTakesOverUnnotedShards) {
   JobHarness harness;
   harness.Run();
@@ -672,14 +682,7 @@ TEST(JobRunnerTest, StartRemovesUnfinishedFilesAndTakesOverUnnotedShards) {
   harness.WaitForEnd(job);
   const auto expected = harness.Checksums(job);
   harness.Stop();
-  // As if the server had been killed between the rename and the transaction.
-  {
-    ASSERT_OK_AND_ASSIGN(auto sql, SqlConnection::Open(harness.dir / "statetap.db",
-                                                       SqlConnection::Access::kReadWrite));
-    ASSERT_OK(sql.Execute(
-        "DELETE FROM shards; UPDATE samples SET state = 0, shard = NULL, row = NULL;"
-        "UPDATE jobs SET state = 2, stored = 0, to_do = 6, tokens = 0, generated = 0, bytes = 0"));
-  }
+  ForgetShards(harness, 6);
   const auto folder = harness.folders().Folder(job.id);
   std::ofstream(folder / "shard-000002.h5.partial") << "cut";
   std::filesystem::copy_file(folder / "shard-000001.h5", folder / "shard-000007.h5");
@@ -704,13 +707,7 @@ TEST(JobRunnerTest, AnUnnotedShardKeepsItsNumber) {
   ASSERT_OK_AND_ASSIGN(const JobRecord job, harness.Submit(Options(), Chats(6)));
   harness.WaitForEnd(job);
   harness.Stop();
-  {
-    ASSERT_OK_AND_ASSIGN(auto sql, SqlConnection::Open(harness.dir / "statetap.db",
-                                                       SqlConnection::Access::kReadWrite));
-    ASSERT_OK(sql.Execute(
-        "DELETE FROM shards; UPDATE samples SET state = 0, shard = NULL, row = NULL;"
-        "UPDATE jobs SET state = 2, stored = 0, to_do = 6, tokens = 0, generated = 0, bytes = 0"));
-  }
+  ForgetShards(harness, 6);
   const auto folder = harness.folders().Folder(job.id);
   std::filesystem::rename(folder / "shard-000001.h5", folder / "shard-000003.h5");
   harness.Restart();

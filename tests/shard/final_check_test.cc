@@ -52,7 +52,7 @@ class FinalCheckTest : public ::testing::Test {
     STATETAP_RETURN_IF_ERROR(testing::WriteShard(path, config, samples).status());
     STATETAP_ASSIGN_OR_RETURN(const auto reader, ShardReader::Open(path));
     FinalCheck check;
-    STATETAP_RETURN_IF_ERROR(check.Take(*reader));
+    STATETAP_RETURN_IF_ERROR(check.Take(*reader, *reader->ReadRecords()));
     STATETAP_RETURN_IF_ERROR(check.Score(ScoreOfFirstValue));
     if (check.shards().empty()) return std::nullopt;
     return check.shards().front().error;
@@ -105,7 +105,7 @@ TEST_F(FinalCheckTest, ShardsAreScoredOnceAndAFailureIsTheCallers) {
   for (const std::string name : {"a.h5", "b.h5"}) {
     ASSERT_OK(testing::WriteShard(folder_ / name, config, samples));
     ASSERT_OK_AND_ASSIGN(const auto reader, ShardReader::Open(folder_ / name));
-    ASSERT_OK(check.Take(*reader));
+    ASSERT_OK(check.Take(*reader, *reader->ReadRecords()));
     EXPECT_THAT(check.Score([](auto, auto) -> absl::StatusOr<std::vector<double>> {
       return absl::NotFoundError("no head");
     }),
@@ -128,7 +128,7 @@ TEST_F(FinalCheckTest, AMismatchIsAnAlarmThatNamesTheShard) {
     const auto path = folder_ / (sound ? "sound.h5" : "wrong.h5");
     ASSERT_OK(testing::WriteShard(path, config, samples));
     ASSERT_OK_AND_ASSIGN(const auto reader, ShardReader::Open(path));
-    ASSERT_OK(check.Take(*reader));
+    ASSERT_OK(check.Take(*reader, *reader->ReadRecords()));
   }
   EXPECT_THAT(FindFinalMismatch(8, check), IsEmpty()) << "not scored, so nothing is known";
   ASSERT_OK(check.Score(ScoreOfFirstValue));
