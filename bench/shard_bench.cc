@@ -4,6 +4,8 @@
 //   write             the writer with its digests, against pwrite of the same bytes into one file
 //   write-statistics  with statistics too
 //   write-fp8         states as e4m3 (half the bytes; no baseline of its own)
+//   write-four        four shards at once with statistics, a thread each, as a job does whose
+//                     samples come faster than one takes them; against one shard
 //   read              every sample's states from the shard, against one safetensors file a sample
 //                     whose tensors are read by their offsets (in C++, without Python's part)
 // Reads come from the page cache on both sides: the disk is not what is measured there.
@@ -16,6 +18,7 @@
 #include <cstdio>
 #include <filesystem>
 #include <functional>
+#include <future>
 #include <optional>
 #include <random>
 #include <string>
@@ -66,6 +69,9 @@ class ShardBench {
         Case("write-statistics", write(Statistics::kCompute, StatesDtype::kBf16), "pwrite", plain));
     STATETAP_RETURN_IF_ERROR(
         Case("write-fp8", write(Statistics::kCompute, StatesDtype::kFp8), "", nullptr));
+    STATETAP_RETURN_IF_ERROR(Case(
+        "write-four", [this] { return WriteSideBySide(4); }, "one shard",
+        write(Statistics::kCompute, StatesDtype::kBf16)));
     if (!HasCase(options_.cases, "read")) return absl::OkStatus();
     STATETAP_RETURN_IF_ERROR(
         WriteShard("read.h5", Statistics::kLeaveOut, StatesDtype::kBf16, Keep::kYes).status());
@@ -95,14 +101,30 @@ class ShardBench {
     STATETAP_ASSIGN_OR_RETURN(
         const auto writer, ShardWriter::Create(folder_ / name, config, {.statistics = statistics}));
     const std::vector<std::span<const uint16_t>> states(states_.begin(), states_.end());
+    SampleRecord record = record_;
     for (int i = 0; i < options_.samples; ++i) {
-      record_.id = std::to_string(i);
-      STATETAP_RETURN_IF_ERROR(writer->Append(record_, states));
+      record.id = std::to_string(i);
+      STATETAP_RETURN_IF_ERROR(writer->Append(record, states));
     }
     STATETAP_RETURN_IF_ERROR(writer->Commit().status());
     const double rate = Rate(begin);
     if (keep == Keep::kNo) fs::remove(folder_ / name);
     return rate;
+  }
+
+  absl::StatusOr<double> WriteSideBySide(int shards) {
+    const auto begin = Clock::now();
+    std::vector<std::future<absl::StatusOr<double>>> writing;
+    for (int i = 0; i < shards; ++i) {
+      writing.push_back(std::async(std::launch::async, [this, i] {
+        return WriteShard(fmt::format("bench-{}.h5", i), ShardWriter::Statistics::kCompute,
+                          StatesDtype::kBf16);
+      }));
+    }
+    absl::Status status;
+    for (auto& shard : writing) status.Update(shard.get().status());
+    STATETAP_RETURN_IF_ERROR(status);
+    return shards * Rate(begin);
   }
 
   // The same bytes in the same order, 1 MiB a call as the shard's chunks are.
@@ -211,7 +233,7 @@ class ShardBench {
 
 int main(int argc, char** argv) {
   statetap::bench::CaseOptions options{
-      .cases = "write,write-statistics,write-fp8,read", .samples = 8, .tokens = 2048};
+      .cases = "write,write-statistics,write-fp8,write-four,read", .samples = 8, .tokens = 2048};
   for (int i = 1; i + 1 < argc; i += 2) options.Take(argv[i], argv[i + 1]);
   const absl::Status status =
       statetap::bench::RunInFolder<statetap::bench::ShardBench>("shard-bench", options);

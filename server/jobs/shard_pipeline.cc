@@ -263,9 +263,7 @@ void ShardPipeline::Append(const ActiveJobPtr& job, std::shared_ptr<FinishedSamp
 void ShardPipeline::BeginCommit(Shard& shard) {
   if (!shard.filling()) return;
   shard.written = shard.thread.Run([writer = shard.writer.get()] { return writer->Commit(); },
-                                   [this] {
-                                     Push({nullptr, [this] { TakeWhatIsReady(); }, {}});
-                                   });
+                                   [this] { PushResult(); });
 }
 
 absl::Status ShardPipeline::TakeNext(Shard& shard) {

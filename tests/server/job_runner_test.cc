@@ -119,11 +119,11 @@ TEST(JobRunnerTest, PauseOutlastsARestartAndResumeGivesTheSameSamples) {
   clean.WaitForEnd(alone);
 
   JobHarness harness;
-  harness.engine->faults.step = std::chrono::microseconds(500);
+  harness.engine->faults.step = std::chrono::milliseconds(5);
   harness.Run();
   ASSERT_OK_AND_ASSIGN(const JobRecord job, harness.Submit(Options(), Chats(60)));
-  harness.WaitUntil(job, [](const JobRecord& now) { return now.state == JobState::kRunning; });
-  std::this_thread::sleep_for(std::chrono::milliseconds(30));
+  harness.WaitUntil(job,
+                    [&](const JobRecord&) { return harness.runner->LiveOf(job.key).captured > 0; });
   ASSERT_OK(harness.runner->Pause(job));
   ASSERT_OK_AND_ASSIGN(const JobRecord paused, harness.store->GetJob(job.key));
   EXPECT_EQ(NameOf(paused.state), "paused");
@@ -399,13 +399,43 @@ TEST(JobRunnerTest, StatesAreKeptUntilEveryGroupIsDoneWithThem) {
   EXPECT_EQ(evicted(), 10);  // nobody gets that one any more
 }
 
+// Readers of one group, each with a part of every shard: whoever acknowledges the last sample of a
+// shard, and whatever is being evicted at that moment, its states go.
+TEST(JobRunnerTest, AcknowledgementsDuringAnEvictionAreNotForgotten) {
+  JobRunner::Options options;
+  options.retain = JobRunner::Options::Retain::kUntilAcknowledged;
+  JobHarness harness(options);
+  harness.Run();
+  constexpr int kReaders = 4, kSamples = 120;
+  for (int round = 0; round < 5; ++round) {
+    std::vector<v1::SampleInput> samples;
+    for (int i = 0; i < kSamples; ++i)
+      samples.push_back(
+          IdsSample(fmt::format("{}-{}", round, i), std::vector<int32_t>(250, i + 1)));
+    ASSERT_OK_AND_ASSIGN(const JobRecord submitted, harness.Submit(Options(1 << 20), samples));
+    const JobRecord job = harness.WaitForEnd(submitted);
+    ASSERT_GE(harness.store->Shards(job.key)->size(), 4u);  // of 33 samples
+    std::vector<std::thread> readers;
+    for (int64_t reader = 0; reader < kReaders; ++reader) {
+      readers.emplace_back([&harness, &job, reader] {
+        for (int64_t index = reader; index < kSamples; index += kReaders) {
+          EXPECT_OK(harness.store->Acknowledge(job.key, "trainers", {&index, 1}));
+          harness.runner->Acknowledged(job.key);
+        }
+      });
+    }
+    for (std::thread& reader : readers) reader.join();
+    EXPECT_EQ(harness.store->GetJob(job.key)->counts.evicted, kSamples);
+  }
+}
+
 TEST(JobRunnerTest, CancelKeepsWhatIsFinished) {
   JobHarness harness;
-  harness.engine->faults.step = std::chrono::milliseconds(1);
+  harness.engine->faults.step = std::chrono::milliseconds(5);
   harness.Run();
   ASSERT_OK_AND_ASSIGN(const JobRecord job, harness.Submit(Options(), Chats(300)));
-  harness.WaitUntil(job, [](const JobRecord& now) { return now.state == JobState::kRunning; });
-  std::this_thread::sleep_for(std::chrono::milliseconds(60));
+  harness.WaitUntil(job,
+                    [&](const JobRecord&) { return harness.runner->LiveOf(job.key).captured > 0; });
   ASSERT_OK(harness.runner->Cancel(job));
   ASSERT_OK_AND_ASSIGN(const JobRecord now, harness.store->GetJob(job.key));
   EXPECT_EQ(NameOf(now.state), "cancelled");
@@ -511,6 +541,26 @@ TEST(JobRunnerTest, ManyShardsOnTheirWayAreAllNoted) {
     names.insert(std::filesystem::path(shard.path).filename().string());
   EXPECT_EQ(names.size(), shards.size());
   EXPECT_EQ(harness.Checksums(job).size(), 400u);
+}
+
+TEST(JobRunnerTest, SeveralShardsAreFilledSideBySideOnAllDisks) {
+  testing::TempDir disks;
+  JobRunner::Options options;
+  options.shards.lag_bytes = -1;  // every open shard lags behind
+  JobHarness harness(options, {disks / "one", disks / "two"});
+  harness.Run();
+  ASSERT_OK_AND_ASSIGN(const JobRecord job, harness.Submit(Options(), Chats(10)));
+  EXPECT_EQ(harness.WaitForEnd(job).counts.stored, 10);
+  // None is full before the job ends: all four were open until then.
+  ASSERT_OK_AND_ASSIGN(const auto shards, harness.store->Shards(job.key));
+  ASSERT_EQ(shards.size(), 4u);
+  std::map<std::string, int> by_disk;
+  for (const ShardRow& shard : shards) {
+    EXPECT_GT(shard.samples, 0);
+    ++by_disk[harness.folders().FromStored(shard.path).parent_path().parent_path().filename()];
+  }
+  EXPECT_THAT(by_disk, ::testing::ElementsAre(std::pair("one", 2), std::pair("two", 2)));
+  EXPECT_EQ(harness.Checksums(job).size(), 10u);
 }
 
 TEST(JobRunnerTest, AShardFolderThatIsNotThereYetMayBeNamedRelatively) {

@@ -98,7 +98,7 @@ class JobHarness {
   // Waits until `done` holds of the job; the job as it is then, or after 20 s.
   template <typename Done>
   JobRecord WaitUntil(const JobRecord& job, const Done& done) {
-    const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(20);
+    const auto deadline = std::chrono::steady_clock::now() + std::chrono::minutes(2);
     while (true) {
       JobRecord now = *store->GetJob(job.key);
       if (done(now) || std::chrono::steady_clock::now() > deadline) return now;
@@ -111,7 +111,7 @@ class JobHarness {
 
   // The buffer is given back a moment after the store's last transaction.
   int64_t BufferedInTheEnd() {
-    for (int i = 0; i < 2000 && runner->buffered_bytes() != 0; ++i)
+    for (int i = 0; i < 20000 && runner->buffered_bytes() != 0; ++i)
       std::this_thread::sleep_for(std::chrono::milliseconds(2));
     return runner->buffered_bytes();
   }
