@@ -330,6 +330,7 @@ TEST(JobRunnerTest, AJobWithADeadTapPausesAtItsGateAndASoundOneDoesNot) {
   EXPECT_EQ(harness.WaitForEnd(paused).counts.stored, 300);
 
   harness.engine->faults.zero_boundary = -1;
+  harness.engine->faults.step = std::chrono::milliseconds(5);
   options.set_name("sound");
   ASSERT_OK_AND_ASSIGN(const JobRecord sound, harness.Submit(options, Chats(40)));
   EXPECT_EQ(NameOf(harness.WaitForEnd(sound).state), "succeeded");
