@@ -140,8 +140,10 @@ Command CompareCommand() {
   return {
       "compare", "States beside those that another engine wrote for the same tokens",
       "DIR holds safetensors files of vLLM's connector or of speculators: hidden_states [tokens, "
-      "slots, hidden],\ntoken_ids [tokens]; DIR/hidden_states is looked at first. Slots are the "
-      "samples' boundaries unless --boundaries\nsays which. Relative error: length of the "
+      "slots, hidden],\ntoken_ids [tokens]; DIR/hidden_states is looked at first. A sample is "
+      "compared with the longest file that it\nbegins with: vLLM writes prompts alone, or all but "
+      "the last token. Slots are the samples' boundaries\nunless --boundaries says which. Relative "
+      "error: length of the "
       "difference over that of theirs, of all rows. KL: of our head's\ndistributions against "
       "theirs, nats. Two jobs of ours: stats JOB --compare OTHER.\n\n"
       "Examples:\n  statetap compare mine --with vllm-states/ --model models/tiny-kimi\n"

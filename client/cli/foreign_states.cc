@@ -1,8 +1,11 @@
 #include "client/cli/foreign_states.h"
 
 #include <algorithm>
+#include <cmath>
+#include <limits>
 #include <utility>
 
+#include "extractor/base/dtype.h"
 #include "extractor/base/file.h"
 #include "extractor/checkpoint/safetensors.h"
 #include "extractor/checkpoint/tensor_inventory.h"
@@ -13,7 +16,7 @@ namespace {
 namespace fs = std::filesystem;
 
 struct ForeignFile {
-  SafetensorsEntry states, ids;
+  SafetensorsEntry states, scales, ids;  // scales: of states in fp8
 };
 
 absl::StatusOr<ForeignFile> ReadHeader(const fs::path& path) {
@@ -22,6 +25,7 @@ absl::StatusOr<ForeignFile> ReadHeader(const fs::path& path) {
   ForeignFile file;
   for (const SafetensorsEntry& entry : entries) {
     if (entry.name == "hidden_states") file.states = entry;
+    if (entry.name == "hidden_states_scales") file.scales = entry;
     if (entry.name == "token_ids") file.ids = entry;
   }
   const auto wrong = [&](const SafetensorsEntry& entry, std::string_view name,
@@ -33,11 +37,16 @@ absl::StatusOr<ForeignFile> ReadHeader(const fs::path& path) {
   };
   if (file.ids.dtype != "I64" || file.ids.shape.size() != 1)
     return wrong(file.ids, "token_ids", "I64 [tokens]");
-  if (file.states.dtype != "BF16" || file.states.shape.size() != 3)
-    return wrong(file.states, "hidden_states", "BF16 [tokens, slots, hidden]");
+  const bool fp8 = file.states.dtype == "F8_E4M3";
+  if ((file.states.dtype != "BF16" && !fp8) || file.states.shape.size() != 3)
+    return wrong(file.states, "hidden_states", "BF16 or F8_E4M3 [tokens, slots, hidden]");
   if (file.states.shape[0] != file.ids.shape[0])
     return wrong(file.states, "hidden_states",
                  fmt::format("a row for each of {} token_ids", file.ids.shape[0]));
+  if (fp8 && (file.scales.dtype != "F32" ||
+              file.scales.shape != std::vector<int64_t>{file.ids.shape[0], 1, 1}))
+    return wrong(file.scales, "hidden_states_scales",
+                 fmt::format("F32 [{}, 1, 1] beside F8_E4M3", file.ids.shape[0]));
   return file;
 }
 
@@ -45,6 +54,28 @@ template <typename T>
 absl::StatusOr<std::vector<T>> ReadTensor(const File& file, const SafetensorsEntry& entry) {
   std::vector<T> values(static_cast<size_t>(entry.size_bytes) / sizeof(T));
   STATETAP_RETURN_IF_ERROR(file.ReadAt(entry.offset, std::as_writable_bytes(std::span(values))));
+  return values;
+}
+
+// e4m3fn: without infinities, up to 448.
+float Fp8ToFloat(uint8_t code) {
+  const int exponent = code >> 3 & 15, mantissa = code & 7;
+  float magnitude = exponent == 0 ? std::ldexp(static_cast<float>(mantissa), -9)
+                                  : std::ldexp(static_cast<float>(8 + mantissa), exponent - 10);
+  if ((code & 0x7f) == 0x7f) magnitude = std::numeric_limits<float>::quiet_NaN();
+  return code & 0x80 ? -magnitude : magnitude;
+}
+
+// bf16. Of fp8 as hs_connectors gives it to a trainer: the product of code and scale, both in bf16.
+absl::StatusOr<std::vector<uint16_t>> ReadStates(const File& file, const ForeignFile& header) {
+  if (header.states.dtype == "BF16") return ReadTensor<uint16_t>(file, header.states);
+  STATETAP_ASSIGN_OR_RETURN(const auto codes, ReadTensor<uint8_t>(file, header.states));
+  STATETAP_ASSIGN_OR_RETURN(const auto scales, ReadTensor<float>(file, header.scales));
+  std::vector<uint16_t> values(codes.size());
+  for (size_t i = 0; i < codes.size(); ++i) {
+    const float scale = Bf16ToFloat(FloatToBf16(scales[i / (codes.size() / scales.size())]));
+    values[i] = FloatToBf16(Fp8ToFloat(codes[i]) * scale);
+  }
   return values;
 }
 
@@ -74,11 +105,25 @@ absl::StatusOr<ForeignStates> ForeignStates::Open(const fs::path& folder) {
   return out;
 }
 
+// What begins `ids` is at or before it in the order of the map, and whatever lies between the two
+// begins with it too.
+ForeignStates::Files::const_iterator ForeignStates::LongestThatBegins(
+    std::vector<int32_t> ids) const {
+  while (!ids.empty()) {
+    auto found = files_.upper_bound(ids);
+    if (found == files_.begin()) break;
+    const std::vector<int32_t>& tokens = (--found)->first;
+    const auto same = static_cast<size_t>(std::ranges::mismatch(tokens, ids).in1 - tokens.begin());
+    if (same == tokens.size()) return tokens.empty() ? files_.end() : found;
+    ids.resize(same);
+  }
+  return files_.end();
+}
+
 absl::StatusOr<std::optional<SampleStates>> ForeignStates::Find(const std::vector<int32_t>& ids,
                                                                 const std::vector<int>& boundaries,
                                                                 int layers) {
-  auto found = files_.find(ids);
-  if (found == files_.end() && ids.size() > 1) found = files_.find({ids.begin(), ids.end() - 1});
+  const auto found = LongestThatBegins(ids);
   if (found == files_.end()) return std::nullopt;
   const fs::path path = folder_ / found->second;
   STATETAP_ASSIGN_OR_RETURN(const ForeignFile header, ReadHeader(path));
@@ -90,8 +135,7 @@ absl::StatusOr<std::optional<SampleStates>> ForeignStates::Find(const std::vecto
         "slots are",
         path.string(), slots, fmt::join(boundaries, ",")));
   STATETAP_ASSIGN_OR_RETURN(const File file, File::OpenForRead(path));
-  STATETAP_ASSIGN_OR_RETURN(const std::vector<uint16_t> values,
-                            ReadTensor<uint16_t>(file, header.states));
+  STATETAP_ASSIGN_OR_RETURN(const std::vector<uint16_t> values, ReadStates(file, header));
   SampleStates sample{
       .hidden = static_cast<int>(hidden), .layers = layers, .boundaries = boundaries};
   sample.record.id = found->second;

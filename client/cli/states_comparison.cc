@@ -286,7 +286,8 @@ void StatesComparison::Print(Context& context, size_t worst) const {
                                Ids(only_there));
   if (!other_tokens_.empty())
     context.out << fmt::format(
-        "other tokens: {} samples, compared up to the first that differs: {} from token {}{}\n",
+        "other tokens: {} samples, compared up to the first that differs or is not there: {} from "
+        "token {}{}\n",
         FormatCount(std::ssize(other_tokens_)), Printable(other_tokens_.front().id),
         other_tokens_.front().from_token, other_tokens_.size() > 1 ? ", …" : "");
 }

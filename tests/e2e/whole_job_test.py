@@ -111,6 +111,16 @@ def tensor(name):
     return bits.view(np.float32).reshape(entry["shape"])
 
 
+def bf16(values):
+    """Rounded to bf16, to nearest and ties to even."""
+    bits = np.asarray(values, np.float32).view(np.uint32)
+    return ((bits + 0x7fff + (bits >> 16 & 1)) & 0xffff0000).astype(np.uint32).view(np.float32)
+
+
+def bits_of(values):
+    return (values.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
+
+
 def read_shards(folder):
     """{sample id: {"ids", "mask", boundary: [rows, hidden] float32}} by stock h5py."""
     samples = {}
@@ -220,40 +230,44 @@ class WholeJobTest(unittest.TestCase):
                     self.assertAlmostEqual(got["cosine"], cosine[here].mean(), delta=1e-12)
             before = rows
 
-    def write_foreign(self, folder, states, cut=0):
-        """As vLLM's connector writes: a file a sequence, the last `cut` tokens left out. `states` gives a sample's slots from those stored."""
+    def foreign(self, tokens):
+        """{sample id: ids and slots [tokens, boundaries, hidden]}, each up to tokens(sample)."""
+        return {name: (s["ids"][:tokens(s)].astype(np.int64), np.stack([s[b] for b in TAPS + [LAYERS]], axis=1)[:tokens(s)])
+                for name, s in self.stored.items()}
+
+    @staticmethod
+    def write_foreign(folder, files):
+        """{name: {tensor: (dtype, array)}} as safetensors files, beside the lock that vLLM's connector leaves."""
         folder.mkdir()
-        for name, sample in self.stored.items():
-            ids = sample["ids"][:len(sample["ids"]) - cut].astype(np.int64)
-            slots = states(name, np.stack([sample[b] for b in TAPS + [LAYERS]], axis=1)[:len(ids)])
-            bits = (slots.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
-            header = json.dumps({"hidden_states": {"dtype": "BF16", "shape": list(bits.shape), "data_offsets": [0, bits.nbytes]},
-                                 "token_ids": {"dtype": "I64", "shape": [len(ids)], "data_offsets": [bits.nbytes, bits.nbytes + ids.nbytes]}}).encode()
-            (folder / f"{name}.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bits.tobytes() + ids.tobytes())
+        for name, tensors in files.items():
+            header, data = {}, b""
+            for tensor_name, (dtype, values) in tensors.items():
+                header[tensor_name] = {"dtype": dtype, "shape": list(values.shape), "data_offsets": [len(data), len(data) + values.nbytes]}
+                data += values.tobytes()
+            header = json.dumps(header).encode()
+            (folder / f"{name}.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + data)
+            (folder / f"{name}.safetensors.lock").touch()
 
     def test_compare_with_another_engine_equals_fp64(self):
         damaged = list(self.stored)[7]
         random = np.random.default_rng(1)
 
-        def states(name, slots):
+        sequences = self.foreign(lambda sample: len(sample["ids"]) - 1)
+        ours, theirs = {}, {}
+        for name, (_, slots) in sequences.items():
+            ours[name], theirs[name] = slots, slots
             if name == damaged:
-                slots = slots.copy()
-                slots[:, 1] *= 1 + 0.1 * random.standard_normal(slots[:, 1].shape).astype(np.float32)
-                slots[:, 3] = slots[::-1, 3]
-            return slots
-
-        self.write_foreign(work / "vllm", states, cut=1)
+                theirs[name] = slots.copy()
+                theirs[name][:, 1] *= 1 + 0.1 * random.standard_normal(slots[:, 1].shape).astype(np.float32)
+                theirs[name][:, 3] = slots[::-1, 3]
+            theirs[name] = bf16(theirs[name])
+        self.write_foreign(work / "vllm", {name: {"hidden_states": ("BF16", bits_of(theirs[name])), "token_ids": ("I64", ids)}
+                                           for name, (ids, _) in sequences.items()})
         report = self.server.json("compare", "greedy", "--with", work / "vllm", "--model", MODEL, "--head-rows", 100000)
         self.assertEqual((report["pairs"], report["only_here"], report["only_there"]), (64, [], []))
         self.assertEqual(len(report["other_tokens"]), 64, "the last token is not there")
         norm, head = tensor("language_model.model.norm.weight").astype(np.float64), tensor("language_model.lm_head.weight").astype(np.float64)
-        random = np.random.default_rng(1)
-        ours, theirs = [], []
-        for name, sample in self.stored.items():
-            slots = np.stack([sample[b] for b in TAPS + [LAYERS]], axis=1)[:-1]
-            ours.append(slots)
-            theirs.append((states(name, slots).astype(np.float32).view(np.uint32) & 0xffff0000).view(np.float32))
-        ours, theirs = np.concatenate(ours).astype(np.float64), np.concatenate(theirs).astype(np.float64)
+        ours, theirs = (np.concatenate(list(slots.values())).astype(np.float64) for slots in (ours, theirs))
         for slot, boundary in enumerate(TAPS + [LAYERS]):
             got = report["boundaries"][slot]
             a, b = ours[:, slot], theirs[:, slot]
@@ -283,6 +297,33 @@ class WholeJobTest(unittest.TestCase):
         wrong = self.server.cli("compare", "greedy", "--with", work / "vllm", "--boundaries", "2,8", expect=2)
         self.assertIn("4 slots", wrong.stderr)
         self.assertIn("no safetensors", self.server.cli("compare", "greedy", "--with", work / "data", expect=2).stderr)
+
+    def test_compare_reads_fp8_files_of_prompts_alone(self):
+        """What vLLM's connector writes unless told to include the answer, as the one in hs_connectors rounds it: e4m3fn, a scale a token."""
+        codes = np.arange(127)
+        levels = np.where(codes < 8, codes * 2.0 ** -9, (8 + codes % 8) * 2.0 ** (codes // 8 - 10)).astype(np.float32)
+        self.assertEqual(levels[-1], 448)
+        files, ours, theirs = {}, [], []
+        for name, (ids, slots) in self.foreign(lambda sample: sample["prompt"]).items():
+            scales = (np.abs(slots).max(axis=(1, 2), keepdims=True) / 448).astype(np.float32)
+            magnitudes = np.searchsorted((levels[1:] + levels[:-1]) / 2, np.abs(slots / scales)).astype(np.uint8)
+            files[name] = {"hidden_states": ("F8_E4M3", magnitudes | ((slots < 0).astype(np.uint8) << 7)),
+                           "hidden_states_scales": ("F32", scales), "token_ids": ("I64", ids)}
+            ours.append(slots.astype(np.float64))
+            theirs.append(bf16(np.copysign(levels[magnitudes], slots) * bf16(scales)).astype(np.float64))
+        self.write_foreign(work / "fp8-prompts", files)
+        report = self.server.json("compare", "greedy", "--with", work / "fp8-prompts")
+        ours, theirs = np.concatenate(ours), np.concatenate(theirs)
+        self.assertEqual((report["pairs"], len(report["other_tokens"])), (64, 64))
+        for slot, got in enumerate(report["boundaries"]):
+            error = np.linalg.norm(ours[:, slot] - theirs[:, slot]) / np.linalg.norm(theirs[:, slot])
+            self.assertEqual(got["rows"], len(ours))
+            self.assertAlmostEqual(got["relative_error"], error, delta=1e-7)
+            self.assertLess(error, 0.1)
+        del files[name]["hidden_states_scales"]
+        self.write_foreign(work / "fp8-unscaled", files)
+        self.assertIn(f"{name}.safetensors: hidden_states_scales is not there",
+                      self.server.cli("compare", "greedy", "--with", work / "fp8-unscaled", expect=2).stderr)
 
     def test_two_jobs_are_compared_by_id(self):
         lines = self.prompts.read_text().splitlines()
