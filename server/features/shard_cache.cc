@@ -64,8 +64,15 @@ void ShardCache::Forget(const JobRecord& job, const std::vector<ShardRow>& shard
                          [&](const ShardRow& shard) { return shard.path == entry.path; });
     });
   }
-  const std::lock_guard lock(statistics_mutex_);
+  const std::lock_guard lock(joined_mutex_);
   joined_.erase(job.key);
+}
+
+std::shared_ptr<ShardCache::Joined> ShardCache::JoinedOf(int64_t job_key) {
+  const std::lock_guard lock(joined_mutex_);
+  std::shared_ptr<Joined>& joined = joined_[job_key];
+  if (joined == nullptr) joined = std::make_shared<Joined>();
+  return joined;
 }
 
 absl::StatusOr<std::shared_ptr<const ShardReader>> ShardCache::OpenAnew(
@@ -95,15 +102,15 @@ absl::StatusOr<JoinedStatistics> ShardCache::Statistics(const JobRecord& job,
     }
     return joined;
   }
-  const std::lock_guard lock(statistics_mutex_);
-  Joined& joined = joined_[job.key];
+  const std::shared_ptr<Joined> joined = JoinedOf(job.key);
+  const std::lock_guard lock(joined->mutex);
   for (const ShardRow& shard : shards) {
-    if (shard.seq <= joined.last_seq) continue;
-    STATETAP_RETURN_IF_ERROR(add(joined, shard));
-    joined.last_seq = shard.seq;
+    if (shard.seq <= joined->last_seq) continue;
+    STATETAP_RETURN_IF_ERROR(add(joined->statistics, shard));
+    joined->last_seq = shard.seq;
   }
-  ScoreFinals(scorer_, joined.finals);
-  return joined;
+  ScoreFinals(scorer_, joined->statistics.finals);
+  return joined->statistics;
 }
 
 }  // namespace statetap

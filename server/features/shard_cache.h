@@ -47,7 +47,9 @@ class ShardCache {
                                               const std::function<bool()>& cancelled = nullptr);
 
  private:
-  struct Joined : JoinedStatistics {
+  struct Joined {
+    std::mutex mutex;  // held while shards and the head are read, for this job alone
+    JoinedStatistics statistics;
     int64_t last_seq = 0;
   };
   struct Entry {
@@ -56,14 +58,15 @@ class ShardCache {
     std::vector<bool> verified;  // by sample
   };
   Entry* Find(const std::string& path);  // REQUIRES: mutex_ is held
+  std::shared_ptr<Joined> JoinedOf(int64_t job_key);
   const JobStore& store_;
   const ShardFolders& folders_;
   const size_t max_open_;
   const TokenScorer scorer_;
   std::mutex mutex_;
-  std::list<Entry> open_;  // most recently used first
-  std::mutex statistics_mutex_;
-  std::map<int64_t, Joined> joined_;  // by job key
+  std::list<Entry> open_;                              // most recently used first
+  std::mutex joined_mutex_;                            // never held while something is read
+  std::map<int64_t, std::shared_ptr<Joined>> joined_;  // by job key
 };
 
 }  // namespace statetap
