@@ -85,6 +85,25 @@ TEST(JobRunnerTest, SampleMeetingNonFiniteStatesIsRejectedAlone) {
   EXPECT_EQ(harness.BufferedInTheEnd(), 0);
 }
 
+TEST(JobRunnerTest, SampleWithFewerRowsThanTokensIsRejectedAlone) {
+  JobHarness harness;
+  harness.engine->faults.short_boundary = 5;
+  harness.engine->faults.short_token = 3;
+  harness.Run();
+  std::vector<v1::SampleInput> samples;
+  for (int i = 0; i < 6; ++i)
+    samples.push_back(IdsSample(fmt::format("s{}", i), std::vector<int32_t>(30, i + 1)));
+  ASSERT_OK_AND_ASSIGN(const JobRecord submitted, harness.Submit(Options(), samples));
+  const JobRecord job = harness.WaitForEnd(submitted);
+  EXPECT_EQ(job.counts.stored, 5);
+  ASSERT_OK_AND_ASSIGN(const auto rejected, harness.store->Rejected(job.key, -1, 10));
+  ASSERT_EQ(rejected.size(), 1u);
+  EXPECT_EQ(rejected[0].sample.id, "s2");
+  EXPECT_EQ(rejected[0].sample.rejection->reason, "engine");
+  EXPECT_EQ(rejected[0].sample.rejection->message, "boundary 5 has 29 rows for 30 tokens");
+  EXPECT_EQ(harness.BufferedInTheEnd(), 0);
+}
+
 TEST(JobRunnerTest, SamplesDoNotDependOnNeighboursOrRestarts) {
   JobHarness clean;
   clean.Run();

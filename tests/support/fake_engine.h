@@ -24,6 +24,8 @@ class FakeEngine : public Engine {
     int32_t bad_token = -1;             // states from this id on are NaN
     int bad_boundary = 0;               // from this boundary on
     int zero_boundary = -1;             // its states are all zero
+    int short_boundary = -1;            // the last of its rows of a text is lost
+    int32_t short_token = -1;           // of a text that begins with this id
     std::atomic<bool> fail{false};      // Run returns INTERNAL at its next step
     std::chrono::microseconds step{0};  // time of a step
   };
@@ -104,8 +106,12 @@ class FakeEngine : public Engine {
         }
       }
     }
-    for (size_t b = 0; b < states.size(); ++b)
+    for (size_t b = 0; b < states.size(); ++b) {
+      const bool lost = task.input_ids.front() == faults.short_token &&
+                        task.boundaries[b] == faults.short_boundary && state.rows + rows == tokens;
+      if (lost) states[b].resize(states[b].size() - static_cast<size_t>(hidden_));
       sink.OnStates(ticket, task.boundaries[b], state.rows, states[b]);
+    }
     state.rows += rows;
     if (state.rows < static_cast<int64_t>(task.input_ids.size())) return true;
     return task.generate ? Sample(ticket, state, sink) : Finish(ticket, state, sink);
