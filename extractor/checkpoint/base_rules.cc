@@ -7,6 +7,8 @@
 #include <system_error>
 #include <unordered_map>
 
+#include "extractor/base/file.h"
+#include "extractor/base/json.h"
 #include "extractor/base/suggest.h"
 #include "extractor/checkpoint/checkpoint_check.h"
 #include "extractor/checkpoint/checkpoint_index.h"
@@ -17,6 +19,7 @@
 #include "extractor/checkpoint/safetensors.h"
 #include "extractor/checkpoint/tensor_inventory.h"
 #include "extractor/checkpoint/tensor_table.h"
+#include "extractor/checkpoint/vision_inventory.h"
 #include "extractor/checkpoint/weight_scan.h"
 
 namespace statetap {
@@ -45,8 +48,10 @@ class Inventory {
     return absl::OkStatus();
   }
 
-  const TensorTable& text() const { return text_; }  // INT4, norms, … by our names
-  bool Absent(std::string_view name) const { return absent_.contains(std::string(name)); }
+  const TensorTable& text() const { return text_; }    // INT4, norms, … by our names
+  const TensorMap& vision() const { return vision_; }  // by stored names
+  // Of both, in files that cannot be read.
+  bool Absent(const std::string& name) const { return absent_.contains(name); }
   const std::map<std::string, std::pair<int64_t, int64_t>>& skipped() const { return skipped_; }
   const FaultList& foreign_types() const { return foreign_types_; }
   int64_t tensors() const { return tensors_; }
@@ -68,6 +73,7 @@ class Inventory {
       for (const auto& [tensor, in] : index_.files) {
         if (in != file) continue;
         if (const auto name = TextTensorName(tensor)) absent_.insert(*name);
+        if (IsVisionTensor(tensor)) absent_.insert(tensor);
       }
       return;
     }
@@ -88,24 +94,27 @@ class Inventory {
       ++found_[entry.name];
     }
     const std::optional<std::string> name = TextTensorName(entry.name);
+    const std::optional<DType> dtype = DTypeOfSafetensors(entry.dtype);
+    const auto add_to = [&](TensorMap& tensors, const std::string& as) {
+      return tensors
+          .try_emplace(as, TensorInfo{.name = as,
+                                      .dtype = *dtype,
+                                      .shape = entry.shape,
+                                      .file = static_cast<int>(text_.files.size()) - 1,
+                                      .offset = entry.offset,
+                                      .size_bytes = entry.size_bytes})
+          .second;
+    };
     if (!name) {
       auto& [count, bytes] = skipped_[entry.name.substr(0, entry.name.find('.'))];
       ++count;
       bytes += entry.size_bytes;
+      if (dtype && IsVisionTensor(entry.name)) add_to(vision_, entry.name);
       return;
     }
-    const std::optional<DType> dtype = DTypeOfSafetensors(entry.dtype);
     if (!dtype) return foreign_types_.Add(fmt::format("{} is {}", entry.name, entry.dtype));
-    const bool added =
-        text_.tensors
-            .try_emplace(*name, TensorInfo{.name = *name,
-                                           .dtype = *dtype,
-                                           .shape = entry.shape,
-                                           .file = static_cast<int>(text_.files.size()) - 1,
-                                           .offset = entry.offset,
-                                           .size_bytes = entry.size_bytes})
-            .second;
-    if (!added) disagree_.Add(fmt::format("{} in {} is there a second time", entry.name, file));
+    if (!add_to(text_.tensors, *name))
+      disagree_.Add(fmt::format("{} in {} is there a second time", entry.name, file));
   }
 
   void AddFilesRow(const fs::path& folder, int64_t files, RuleReport& report) const {
@@ -157,14 +166,15 @@ class Inventory {
 
   WeightIndex index_;
   TensorTable text_;
-  std::set<std::string> absent_;  // text tensors of files that cannot be read
+  TensorMap vision_;
+  std::set<std::string> absent_;
   std::unordered_map<std::string, int> found_;
   std::map<std::string, std::pair<int64_t, int64_t>> skipped_;  // first part → count, bytes
   FaultList missing_, disagree_, foreign_types_;
   int64_t tensors_ = 0, bytes_ = 0;
 };
 
-// Tensors of one pattern.
+// Tensors of one pattern and shape.
 struct Group {
   NumberRanges ranges;
   int64_t expected = 0, found = 0, absent = 0;
@@ -172,46 +182,26 @@ struct Group {
   FaultList missing, misshapen;
 };
 
+// A row for each kind of tensor that is called for, and for each kind that is not.
 class TensorRules {
  public:
-  TensorRules(const ModelConfig& config, const Inventory& inventory)
-      : config_(config), inventory_(inventory), unused_(inventory.text().tensors) {}
+  // `departs`: what a tensor that is missing, misshapen or not called for is.
+  TensorRules(const Inventory& inventory, const TensorMap& tensors, Verdict departs)
+      : inventory_(inventory), tensors_(tensors), departs_(departs), unused_(tensors) {}
 
-  void Run(RuleReport& report) {
-    const bool quantized = IsQuantized(inventory_.text().tensors);
-    ForEachTensor(config_, quantized, [&](const ExpectedTensor& expected) {
-      Visit(expected);
-      return true;
-    });
-    for (const std::string& pattern : order_) AddRow(pattern, groups_.at(pattern), report);
-    AddLeftOver(report);
-    for (const auto& [part, sizes] : inventory_.skipped()) {
-      report.Add({Verdict::kNote, part + ".*", Count(sizes.first, "tensor"), "not used",
-                  fmt::format("no part of the text model; {} bytes", sizes.second)});
-    }
-    if (!inventory_.foreign_types().empty()) {
-      report.Add({Verdict::kFault, "dtypes", inventory_.foreign_types().Text(), "known types",
-                  "no text tensor has such a type"});
-    }
-    report.Add({Verdict::kNote, "text model", Count(matched_, "tensor"), Count(expected_, "tensor"),
-                fmt::format("{} bytes, {} parameters{}", bytes_, parameters_,
-                            quantized ? ", routed experts INT4" : "")});
-  }
-
- private:
   void Visit(const ExpectedTensor& expected) {
     ++expected_;
-    NumberedName name = SplitNumbers(expected.name);
-    const auto [at, added] = groups_.try_emplace(name.pattern);
-    if (added) order_.push_back(name.pattern);
+    const NumberedName name = SplitNumbers(expected.name);
+    const auto [at, added] = groups_.try_emplace({name.pattern, expected.shape});
+    if (added) order_.push_back(at);
     Group& group = at->second;
     group.ranges.Add(name.numbers);
     ++group.expected;
     if (group.expected_as.empty()) {
       group.expected_as = DescribeTensor(AcceptedTypes(expected.kind), expected.shape);
     }
-    const auto found = inventory_.text().tensors.find(expected.name);
-    if (found == inventory_.text().tensors.end()) {
+    const auto found = tensors_.find(expected.name);
+    if (found == tensors_.end()) {
       if (inventory_.Absent(expected.name)) {
         ++group.absent;
       } else {
@@ -224,6 +214,37 @@ class TensorRules {
     Note(expected, found->second, group);
   }
 
+  // A row of its own for tensors that `accounts_for` says so of; the rest are strangers.
+  void AddRows(const std::function<bool(const TensorInfo&)>& accounts_for,
+               RuleReport& report) const {
+    std::vector<std::string> patterns;
+    for (const auto& group : order_) {
+      patterns.push_back(group->first.first);
+      AddRow(patterns.back(), group->second, report);
+    }
+    std::map<std::string, std::pair<NumberRanges, int64_t>> strangers;
+    for (const auto& [name, info] : unused_) {
+      if (accounts_for(info)) continue;
+      const NumberedName split = SplitNumbers(name);
+      auto& [ranges, count] = strangers[split.pattern];
+      ranges.Add(split.numbers);
+      ++count;
+    }
+    for (const auto& [pattern, stranger] : strangers) {
+      const std::string near = Nearest(pattern, patterns);
+      report.Add({departs_, stranger.first.Text(pattern), Count(stranger.second, "tensor"),
+                  "not called for by config.json",
+                  near.empty() ? "" : fmt::format("did you mean {}?", near)});
+    }
+  }
+
+  // "3 tensors" found and expected, and what they hold.
+  void AddTotal(const std::string& rule, const std::string& why, RuleReport& report) const {
+    report.Add({Verdict::kNote, rule, Count(matched_, "tensor"), Count(expected_, "tensor"),
+                fmt::format("{} bytes, {} parameters{}", bytes_, parameters_, why)});
+  }
+
+ private:
   void Note(const ExpectedTensor& expected, const TensorInfo& info, Group& group) {
     ++group.found;
     bytes_ += info.size_bytes;
@@ -237,7 +258,7 @@ class TensorRules {
         fmt::format("{} is {}", expected.name, DescribeTensor(NameOf(info.dtype), info.shape)));
   }
 
-  static void AddRow(const std::string& pattern, const Group& group, RuleReport& report) {
+  void AddRow(const std::string& pattern, const Group& group, RuleReport& report) const {
     RuleRow row{Verdict::kOk, group.ranges.Text(pattern),
                 fmt::format("{} × {}", group.found, group.found_as),
                 fmt::format("{} × {}", group.expected, group.expected_as), ""};
@@ -246,48 +267,68 @@ class TensorRules {
     if (!group.missing.empty()) row.why += "; missing: " + group.missing.Text();
     if (!group.misshapen.empty()) row.why += "; " + group.misshapen.Text();
     if (row.why.starts_with("; ")) row.why.erase(0, 2);
-    if (!row.why.empty()) row.verdict = Verdict::kFault;
+    if (!row.why.empty()) row.verdict = departs_;
     report.Add(std::move(row));
   }
 
-  void AddLeftOver(RuleReport& report) const {
-    std::map<std::string, std::pair<NumberRanges, int64_t>> strangers;
-    int64_t prediction = 0;
-    for (const auto& [name, info] : unused_) {
-      if (IsPrediction(name, config_)) {
-        ++prediction;
-        continue;
-      }
-      if (config_.tie_word_embeddings && name == "lm_head.weight") {  // loading warns, too
-        report.Add({Verdict::kWarning, name, DescribeTensor(NameOf(info.dtype), info.shape),
-                    "not used", "config.json ties the head to model.embed_tokens.weight"});
-        continue;
-      }
-      if (info.size_bytes == 0) continue;  // a part that is not there, as some writers say it
-      const NumberedName split = SplitNumbers(name);
-      auto& [ranges, count] = strangers[split.pattern];
-      ranges.Add(split.numbers);
-      ++count;
-    }
-    if (prediction > 0) {
-      report.Add({Verdict::kNote, "multi-token prediction", Count(prediction, "tensor"), "not used",
-                  fmt::format("{} behind the last", Count(config_.num_mtp_layers, "layer"))});
-    }
-    for (const auto& [pattern, stranger] : strangers) {
-      const std::string near = Nearest(pattern, order_);
-      report.Add({Verdict::kFault, stranger.first.Text(pattern), Count(stranger.second, "tensor"),
-                  "not called for by config.json",
-                  near.empty() ? "" : fmt::format("did you mean {}?", near)});
-    }
-  }
-
-  const ModelConfig& config_;
   const Inventory& inventory_;
+  const TensorMap& tensors_;
+  const Verdict departs_;
   TensorMap unused_;
-  std::map<std::string, Group> groups_;
-  std::vector<std::string> order_;
+  using Groups = std::map<std::pair<std::string, std::vector<int64_t>>, Group>;
+  Groups groups_;
+  std::vector<Groups::iterator> order_;  // as called for
   int64_t expected_ = 0, matched_ = 0, bytes_ = 0, parameters_ = 0;
 };
+
+void AddTextRows(const ModelConfig& config, const Inventory& inventory, RuleReport& report) {
+  const bool quantized = IsQuantized(inventory.text().tensors);
+  TensorRules rules(inventory, inventory.text().tensors, Verdict::kFault);
+  ForEachTensor(config, quantized, [&](const ExpectedTensor& expected) {
+    rules.Visit(expected);
+    return true;
+  });
+  int64_t prediction = 0;
+  rules.AddRows(
+      [&](const TensorInfo& info) {
+        if (IsPrediction(info.name, config)) {
+          ++prediction;
+          return true;
+        }
+        if (config.tie_word_embeddings && info.name == "lm_head.weight") {  // loading warns, too
+          report.Add({Verdict::kWarning, info.name, DescribeTensor(NameOf(info.dtype), info.shape),
+                      "not used", "config.json ties the head to model.embed_tokens.weight"});
+          return true;
+        }
+        return info.size_bytes == 0;  // a part that is not there, as some writers say it
+      },
+      report);
+  if (prediction > 0) {
+    report.Add({Verdict::kNote, "multi-token prediction", Count(prediction, "tensor"), "not used",
+                fmt::format("{} behind the last", Count(config.num_mtp_layers, "layer"))});
+  }
+  if (!inventory.foreign_types().empty()) {
+    report.Add({Verdict::kFault, "dtypes", inventory.foreign_types().Text(), "known types",
+                "no text tensor has such a type"});
+  }
+  rules.AddTotal("text model", quantized ? ", routed experts INT4" : "", report);
+}
+
+// What the text model leaves aside; no fault of it keeps anything from running.
+void AddOtherRows(const Json& config, const Inventory& inventory, RuleReport& report) {
+  const std::optional<VisionSizes> vision = VisionSizesOf(config);
+  if (vision && !inventory.vision().empty()) {
+    TensorRules rules(inventory, inventory.vision(), Verdict::kWarning);
+    ForEachVisionTensor(*vision, [&](const ExpectedTensor& expected) { rules.Visit(expected); });
+    rules.AddRows([](const TensorInfo&) { return false; }, report);
+    rules.AddTotal("vision model", ", not used", report);
+  }
+  for (const auto& [part, sizes] : inventory.skipped()) {
+    if (vision && IsVisionTensor(part + ".")) continue;
+    report.Add({Verdict::kNote, part + ".*", Count(sizes.first, "tensor"), "not used",
+                fmt::format("no part of the text model; {} bytes", sizes.second)});
+  }
+}
 
 }  // namespace
 
@@ -314,7 +355,12 @@ absl::StatusOr<RuleReport> VerifyCheckpoint(const fs::path& path, const BaseChec
                 std::string(MessageOf(status))});
     return report;
   }
-  if (config.ok()) TensorRules(*config, inventory).Run(report);
+  if (config.ok()) {
+    AddTextRows(*config, inventory, report);
+    STATETAP_ASSIGN_OR_RETURN(const std::string text, ReadWholeFile(folder / "config.json"));
+    STATETAP_ASSIGN_OR_RETURN(const Json json, ParseJson(text));
+    AddOtherRows(json, inventory, report);
+  }
   if (check.digests) {
     STATETAP_RETURN_IF_ERROR(AddDigestRows(inventory.whole_files(), check.progress, report));
   }

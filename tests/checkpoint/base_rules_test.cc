@@ -5,6 +5,7 @@
 
 #include "extractor/base/digest.h"
 #include "extractor/checkpoint/tensor_inventory.h"
+#include "extractor/checkpoint/vision_inventory.h"
 #include "tests/checkpoint/editable_checkpoint.h"
 #include "tests/checkpoint/report_rows.h"
 
@@ -115,16 +116,27 @@ TEST(BaseRulesTest, AConfigurationOfAnotherFamilyIsARow) {
   EXPECT_THAT(FaultsOf(Verify(checkpoint)), UnorderedElementsAre("config.json"));
 }
 
-// 64 files with the real headers and no content; the totals are those of the published checkpoint.
-TEST(BaseRulesTest, TheTrueLayoutOfKimiK25) {
-  const TempDir folder;
-  const Json config = *MakeConfig({.preset = "kimi-k2.5"});
+Json VisionConfigOfKimiK25() {
+  return {{"patch_size", 14},
+          {"vt_hidden_size", 1152},
+          {"vt_num_hidden_layers", 27},
+          {"vt_num_attention_heads", 16},
+          {"vt_intermediate_size", 4304},
+          {"merge_kernel_size", {2, 2}},
+          {"init_pos_emb_height", 64},
+          {"init_pos_emb_width", 64},
+          {"text_hidden_size", 7168}};
+}
+
+// Files with the real headers and no content: a layer a file, then what is in no layer, and with
+// `vision` projector and encoder in two more. `stored` gives a text tensor's name in the files.
+void WriteTrueLayout(const std::filesystem::path& folder, const Json& config, bool vision,
+                     const std::function<std::string(const std::string&)>& stored) {
   EXPECT_OK(WriteFileAtomically(folder / "config.json", config.dump()));
-  ASSERT_OK_AND_ASSIGN(const ModelConfig model, ParseModelConfig(config));
-  std::vector<std::vector<SafetensorsEntry>> files(62);
-  Json weight_map = Json::object();
-  const auto file_name = [](size_t i) {
-    return fmt::format("model-{:05}-of-000064.safetensors", i + 1);
+  const ModelConfig model = *ParseModelConfig(config);
+  std::vector<std::vector<SafetensorsEntry>> files(vision ? 64 : 62);
+  const auto file_name = [&](size_t i) {
+    return fmt::format("model-{:05}-of-{:06}.safetensors", i + 1, files.size());
   };
   ForEachTensor(model, /*quantized=*/true, [&](const ExpectedTensor& expected) {
     const int layer = LayerOf(expected.name);
@@ -133,11 +145,16 @@ TEST(BaseRulesTest, TheTrueLayoutOfKimiK25) {
         expected.kind == TensorKind::kRouterBias                                      ? "F32"
         : expected.kind == TensorKind::kPacked || expected.kind == TensorKind::kShape ? "I32"
                                                                                       : "BF16";
-    files[file].push_back({.name = "language_model." + expected.name,
-                           .dtype = std::string(dtype),
-                           .shape = expected.shape});
+    files[file].push_back(
+        {.name = stored(expected.name), .dtype = std::string(dtype), .shape = expected.shape});
     return true;
   });
+  if (vision) {
+    ForEachVisionTensor(*VisionSizesOf(config), [&](const ExpectedTensor& expected) {
+      files[expected.name.starts_with("mm_projector.") ? 62 : 63].push_back(
+          {.name = expected.name, .dtype = "BF16", .shape = expected.shape});
+    });
+  }
   std::string index = R"({"weight_map":{)";
   for (size_t i = 0; i < files.size(); ++i) {
     const std::string header = MakeSafetensorsHeader(files[i]);
@@ -151,15 +168,63 @@ TEST(BaseRulesTest, TheTrueLayoutOfKimiK25) {
   }
   index.back() = '}';
   EXPECT_OK(WriteFileAtomically(folder / "model.safetensors.index.json", index + "}"));
+}
 
+// The totals are those of the published checkpoint.
+TEST(BaseRulesTest, TheTrueLayoutOfKimiK25) {
+  const TempDir folder;
+  Json config = *MakeConfig({.preset = "kimi-k2.5"});
+  config["vision_config"] = VisionConfigOfKimiK25();
+  WriteTrueLayout(folder.path(), config, /*vision=*/true,
+                  [](const std::string& name) { return "language_model." + name; });
   ASSERT_OK_AND_ASSIGN(const RuleReport report, VerifyCheckpoint(folder.path(), {}));
   EXPECT_THAT(FaultsOf(report), ::testing::IsEmpty());
+  EXPECT_EQ(report.Count(Verdict::kWarning), 0);
+  EXPECT_EQ(RowOf(report, "files").found, "64 of 64 whole");
+  EXPECT_EQ(RowOf(report, "files").why, "595148192736 bytes of tensors");
+  EXPECT_EQ(RowOf(report, "index").found, "208550 tensors");
   EXPECT_EQ(RowOf(report, "text model").found, "208215 tensors");
   EXPECT_EQ(RowOf(report, "text model").why,
             "594205904896 bytes, 1026408232448 parameters, routed experts INT4");
+  EXPECT_EQ(RowOf(report, "vision model").found, "335 tensors");
+  EXPECT_EQ(RowOf(report, "vision model").why,
+            "942287840 bytes, 471143920 parameters, not used");  // 833,732,064 + 108,555,776 bytes
   EXPECT_THAT(
       RowOf(report, "model.layers.{1..60}.mlp.experts.{0..383}.down_proj.weight_packed").found,
       HasSubstr("23040 × int32 [7168, 256]"));
+}
+
+TEST(BaseRulesTest, TheLayoutOfK2ThinkingAndOfReExports) {
+  const Json flat = *MakeConfig({.preset = "kimi-k2.5", .flat = true});
+  const auto expect_whole = [&](const std::function<std::string(const std::string&)>& stored) {
+    const TempDir folder;
+    WriteTrueLayout(folder.path(), flat, /*vision=*/false, stored);
+    ASSERT_OK_AND_ASSIGN(const RuleReport report, VerifyCheckpoint(folder.path(), {}));
+    EXPECT_THAT(FaultsOf(report), ::testing::IsEmpty());
+    EXPECT_EQ(RowOf(report, "files").found, "62 of 62 whole");
+    EXPECT_EQ(RowOf(report, "text model").found, "208215 tensors");
+  };
+  expect_whole([](const std::string& name) { return name; });
+  expect_whole([](const std::string& name) {
+    return "language_model." + (name.starts_with("model.") ? name.substr(6) : name);
+  });
+}
+
+// The text model runs without it: exit 0, and said all the same.
+TEST(BaseRulesTest, VisionTensorsThatDepartAreWarnings) {
+  EditableCheckpoint checkpoint;
+  checkpoint.config["vision_config"] = VisionConfigOfKimiK25();
+  std::erase_if(checkpoint.tensors, [](const auto& named) { return IsVisionTensor(named.first); });
+  EXPECT_EQ(Verify(checkpoint).Count(Verdict::kWarning), 0) << "a text model of its own";
+  const std::string bytes(2 * 7168, '\0');
+  checkpoint.tensors["mm_projector.proj.2.bias"] = {"BF16", {7168}, bytes};
+  checkpoint.tensors["mm_projector.proj.0.bias"] = {"BF16", {7168}, bytes};
+  const RuleReport report = Verify(checkpoint);
+  EXPECT_THAT(FaultsOf(report), ::testing::IsEmpty());
+  EXPECT_EQ(RowOf(report, "vision_tower.encoder.blocks.{0..26}.wo.weight").verdict,
+            Verdict::kWarning);
+  EXPECT_EQ(RowOf(report, "vision model").found, "2 tensors");
+  EXPECT_THAT(RowOf(report, "mm_projector.proj.0.bias").why, HasSubstr("is bfloat16 [7168]"));
 }
 
 }  // namespace
