@@ -45,7 +45,9 @@ std::string Scale(const Axis& axis, std::string_view unit) {
 
 std::string RangeLine(const v1::BoundaryStatistics& boundary, const Axis& axis) {
   std::vector<std::string_view> cells(static_cast<size_t>(axis.width), " ");
-  if (boundary.count() > 0 && boundary.row_rms_p50() > 0) {
+  if (boundary.zero_rows() > 0 && boundary.zero_rows() == boundary.count())
+    return "every row is zero";
+  if (boundary.row_rms_p50() > 0) {
     const auto low = static_cast<size_t>(axis.Column(std::log2(boundary.row_rms_p01())));
     const auto high = static_cast<size_t>(axis.Column(std::log2(boundary.row_rms_p99())));
     for (size_t i = low; i <= high; ++i) cells[i] = "─";

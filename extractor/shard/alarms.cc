@@ -51,10 +51,12 @@ class Finder {
     }
     if (found.count == 0) return;
     if (found.zero_rows == found.count) {
-      return Add(i, "zero_boundary", fmt::format("all {} rows are zero", found.count));
+      return Add(
+          i, "zero_boundary",
+          fmt::format("all {} rows are zero: a dead tap, nothing was captured there", found.count));
     }
     if (found.min == found.max && found.count > 1) {
-      Add(i, "constant_boundary", fmt::format("all {} rows are the same", found.count));
+      Add(i, "constant_boundary", fmt::format("all {} rows are the same: a dead tap", found.count));
     }
     for (size_t j = 0; j < i; ++j) {
       if (!SameStatistics(found, statistics_[j])) continue;
@@ -69,7 +71,7 @@ class Finder {
     if (i > 0 && LooksNormed(Median(largest), found)) {
       Add(i, "normed_boundary",
           fmt::format("nearly every row has an rms of about {:.3g}, boundary {} one of {:.3g}: a "
-                      "norm seems to have been applied, and states are stored before it",
+                      "norm seems to have been applied already, a trainer's would be the second",
                       found.RmsQuantile(0.5), boundaries_[largest], Median(largest)));
     }
   }
@@ -126,18 +128,28 @@ std::vector<StatisticsAlarm> FindDrift(std::span<const int> boundaries,
 
 std::vector<StatisticsAlarm> FindFinalMismatch(int boundary, const FinalCheck& finals) {
   constexpr size_t kLeastTokens = 4;
-  constexpr double kError = 0.1;
-  std::vector<StatisticsAlarm> alarms;
+  // What rounding may change: bf16 states of tiny-kimi are 0.0005 to 0.0075 away, fp8 ones, a
+  // thirtieth of their length wrong, up to 0.096; normed ones of either at least 0.29 and 0.37.
+  constexpr double kErrorBf16 = 0.1, kErrorFp8 = 0.25;
+  constexpr size_t kNamed = 3;
+  std::vector<std::string> names;
+  size_t wrong = 0, compared = 0;
+  double worst = 0;
   for (const FinalCheck::Shard& shard : finals.shards()) {
-    if (shard.tokens.size() < kLeastTokens || shard.error.value_or(0) <= kError) continue;
-    alarms.push_back(
-        {"final_mismatch", boundary,
-         fmt::format("boundary {}: under the model's norm and head, the final states of {} give "
-                     "{} tokens log-odds that are {:.2f} nats away from those stored with them "
-                     "(the mean): normed already, of other rows or of another model",
-                     boundary, shard.name, shard.tokens.size(), *shard.error)});
+    if (shard.tokens.size() < kLeastTokens || !shard.error) continue;
+    ++compared;
+    if (*shard.error <= (shard.dtype == StatesDtype::kFp8 ? kErrorFp8 : kErrorBf16)) continue;
+    worst = std::max(worst, *shard.error);
+    if (++wrong <= kNamed) names.push_back(shard.name);
   }
-  return alarms;
+  if (wrong == 0) return {};
+  if (wrong > kNamed) names.emplace_back("…");
+  return {{"final_mismatch", boundary,
+           fmt::format("boundary {}: under the model's norm and head, the final states of {} of {} "
+                       "shards ({}) give their tokens log-odds that are up to {:.2f} nats away "
+                       "from those stored with them (the mean of a shard): normed already, of "
+                       "other rows or of another model",
+                       boundary, wrong, compared, fmt::join(names, ", "), worst)}};
 }
 
 std::vector<StatisticsAlarm> FindPolicyGaps(const TokenReport& tokens) {

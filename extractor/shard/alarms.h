@@ -37,8 +37,9 @@ struct ShardLevel {
 std::vector<StatisticsAlarm> FindDrift(std::span<const int> boundaries,
                                        std::span<const ShardLevel> shards);
 
-// Shards whose final states give the stored tokens other probabilities than those stored with them:
-// log-odds a mean of more than 0.1 nats away, of four tokens or more. `boundary`: the final one.
+// One for all shards whose final states give the stored tokens other probabilities than those
+// stored with them: log-odds a mean of more than 0.1 nats away (0.25 of fp8 states), of four tokens
+// or more. `boundary`: the final one.
 std::vector<StatisticsAlarm> FindFinalMismatch(int boundary, const FinalCheck& finals);
 
 // Sources whose policy gap is above 0.5 nats, five standard errors of it included.

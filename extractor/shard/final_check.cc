@@ -42,9 +42,8 @@ double LogOdds(double logprob) { return logprob - std::log(-std::expm1(logprob))
 absl::Status FinalCheck::Take(const ShardReader& shard, std::span<const SampleRecord> records) {
   const ShardConfig& config = shard.config();
   const bool has_final = config.boundaries.back() == config.layers;
-  if (shards_.size() >= kShards || !has_final || config.dtype != StatesDtype::kBf16)
-    return absl::OkStatus();
-  Shard taken{.name = shard.path().filename()};
+  if (shards_.size() >= kShards || !has_final) return absl::OkStatus();
+  Shard taken{.name = shard.path().filename(), .dtype = config.dtype};
   const auto final_index = static_cast<int>(config.boundaries.size()) - 1;
   std::vector<uint16_t> row(static_cast<size_t>(config.hidden));
   for (const ScoredToken& token : MostSurprising(shard, records)) {

@@ -22,7 +22,7 @@ using TokenScorer = std::function<absl::StatusOr<std::vector<double>>(
 class FinalCheck {
  public:
   // Takes the 16 tokens of the shard that surprised the model most, of those with a probability
-  // below 0.999: they tell most. Nothing of a shard without final states in bf16 or without
+  // below 0.999: they tell most. Nothing of a shard without final states or without
   // log-probabilities, and nothing behind the 32nd shard: their rows are kept here.
   // `records`: of all its samples.
   absl::Status Take(const ShardReader& shard, std::span<const SampleRecord> records);
@@ -31,6 +31,7 @@ class FinalCheck {
 
   struct Shard {
     std::string name;
+    StatesDtype dtype;
     std::vector<uint16_t> states;  // [tokens, hidden]
     std::vector<int32_t> tokens;   // the next ones
     std::vector<double> stored;    // their log-probabilities

@@ -44,7 +44,7 @@ double QuantileOf(const RmsHistogram& rows, double q) {
   int64_t seen = 0;
   int bin = 0;
   while (bin < kRmsBins - 1 && (seen += rows[bin]) < rank) ++bin;
-  return std::exp2((bin + 0.5) / kBinsPerOctave + kLowestOctave);
+  return bin == 0 ? 0 : std::exp2((bin + 0.5) / kBinsPerOctave + kLowestOctave);
 }
 
 void ClassStatistics::Merge(const ClassStatistics& other) {

@@ -17,7 +17,8 @@ namespace statetap {
 inline constexpr int kRmsBins = 256;
 
 using RmsHistogram = std::array<int64_t, kRmsBins>;
-// Geometric middle of the bin where the q-th of all rows lies; NaN where there is none.
+// Geometric middle of the bin where the q-th of all rows lies; 0 in the first, where rows of zeros
+// are; NaN where there is no row.
 double QuantileOf(const RmsHistogram& rows, double q);
 
 // Of the rows of one TokenClass.

@@ -10,7 +10,8 @@ namespace statetap {
 inline double RmsEdge(int bin) { return bin / 8.0 - 16; }
 inline double LengthEdge(int bin) { return bin / 2.0; }
 
-// From the lowest to the highest bin that is used, log2; 0 to 1 where none is.
+// From the lowest to the highest bin that is used, log2; 0 to 1 where none is. Rows of zeros, in
+// the first bin, do not count: they would leave the others no room.
 struct BinRange {
   double low = 0, high = 1;
 };

@@ -17,10 +17,10 @@ h1 { font-size: 1.35rem; margin: .2rem 0 .6rem; } h2 { font-size: 1.05rem; margi
 a { color: var(--mark); } .dim { color: var(--dim); } .bad { color: var(--bad); }
 .scroll { overflow-x: auto; } table { border-collapse: collapse; }
 th, td { padding: .2rem .7rem .2rem 0; text-align: left; vertical-align: top; white-space: nowrap; }
-th { color: var(--dim); font-weight: 500; border-bottom: 1px solid var(--line); }
+th { color: var(--dim); font-weight: 500; } thead th { border-bottom: 1px solid var(--line); }
 .n { text-align: right; font-variant-numeric: tabular-nums; } td.wide { white-space: normal; }
 progress { width: 9rem; accent-color: var(--mark); } svg { max-width: 100%; min-width: 36rem; height: auto; }
-svg text { fill: var(--dim); font: 12px system-ui, sans-serif; } svg .axis { stroke: var(--line); }
+svg text { fill: var(--dim); font: 12px system-ui, sans-serif; } svg .bad { fill: var(--bad); } svg .axis { stroke: var(--line); }
 svg .bar { fill: var(--soft); stroke: var(--mark); } svg .line { stroke: var(--mark); stroke-width: 2; }
 svg .dot { fill: var(--mark); }
 button, input, summary { font: inherit; color: inherit; } summary { cursor: pointer; }

@@ -31,10 +31,10 @@ class Axis {
                        (std::clamp(log2_value, range_.low, range_.high) - range_.low) /
                        (range_.high - range_.low);
   }
-  // Ticks at powers of two, no more than a dozen.
+  // Ticks at powers of two, with room for their numbers.
   std::string Ticks(double height) const {
     std::string svg;
-    const double step = std::max(1.0, std::ceil((range_.high - range_.low) / 12));
+    const double step = std::max(1.0, std::ceil((range_.high - range_.low) / 10));
     for (double tick = std::ceil(range_.low); tick <= range_.high; tick += step) {
       svg += fmt::format(
           "<line class=\"axis\" x1=\"{0:.1f}\" x2=\"{0:.1f}\" y1=\"0\" y2=\"{1}\"/>"
@@ -72,7 +72,10 @@ std::string RangesSvg(const v1::Statistics& statistics) {
   double y = kRow / 2;
   for (const v1::BoundaryStatistics& boundary : statistics.boundaries()) {
     svg += Label(NameOf(boundary), y + 4);
-    if (boundary.count() > 0 && boundary.row_rms_p50() > 0) {
+    if (boundary.zero_rows() > 0 && boundary.zero_rows() == boundary.count()) {
+      svg += fmt::format("<text class=\"bad\" x=\"{}\" y=\"{}\">every row is zero</text>\n",
+                         kLeft + 4, y + 4);
+    } else if (boundary.row_rms_p50() > 0) {
       svg += fmt::format(
           "<line class=\"line\" x1=\"{:.1f}\" x2=\"{:.1f}\" y1=\"{}\" y2=\"{}\"/>"
           "<circle class=\"dot\" cx=\"{:.1f}\" cy=\"{}\" r=\"5\"/>\n",
@@ -92,7 +95,8 @@ std::string Bars(const Bins& bins, double (*edge)(int), const Axis& axis, double
   std::string svg;
   for (int bin = 0; bin < bins.size(); ++bin) {
     if (bins[bin] == 0) continue;
-    const double x = axis.X(edge(bin)), end = axis.X(edge(bin + 1));
+    // Rows of zeros, below the axis, stand at its edge.
+    const double x = axis.X(edge(bin)), end = std::max(x + 2, axis.X(edge(bin + 1)));
     // What is there is seen, however little.
     const double bar = std::max(1.0, height * static_cast<double>(bins[bin]) / most);
     svg += fmt::format(
@@ -182,7 +186,7 @@ std::string GapsSvg(const v1::Statistics& statistics) {
   for (const v1::SourceReport& source : statistics.sources()) {
     if (!std::isnan(source.policy_gap())) most = std::max(most, std::abs(source.policy_gap()));
   }
-  const double middle = (kLeft + kWidth) / 2, scale = (kWidth - kLeft) / 2 * 0.85 / most;
+  const double middle = (kLeft + kWidth) / 2, scale = (kWidth - kLeft) / 2 * 0.8 / most;
   const double height = kRow * statistics.sources_size();
   std::string svg = fmt::format(
       "<line class=\"axis\" x1=\"{0:.1f}\" x2=\"{0:.1f}\" y1=\"0\" y2=\"{1}\"/>\n", middle, height);

@@ -65,6 +65,10 @@ std::string Progress(const JobRecord& job) {
                      std::max<int64_t>(1, c.submitted), c.submitted - c.to_do);
 }
 
+std::string NumberOrNone(const std::optional<int64_t>& number) {
+  return number ? fmt::format("{}", *number) : "–";
+}
+
 std::string Row(std::string_view name, std::string_view html) {
   return fmt::format("<tr><th>{}</th><td class=\"wide\">{}</td></tr>\n", name, html);
 }
@@ -227,9 +231,10 @@ std::string Pages::RejectedTable(const JobRecord& job) {
   for (const SampleListing& listing : *rejected) {
     const Rejection rejection = listing.sample.rejection.value_or(Rejection{});
     rows.push_back({EscapeHtml(listing.sample.id), fmt::format("{}", listing.sample.source_line),
-                    EscapeHtml(rejection.reason), EscapeHtml(rejection.message)});
+                    EscapeHtml(rejection.reason), NumberOrNone(rejection.layer),
+                    NumberOrNone(rejection.token), EscapeHtml(rejection.message)});
   }
-  std::string html = HtmlTable({"id", "#line", "reason", "message"}, rows);
+  std::string html = HtmlTable({"id", "#line", "reason", "#boundary", "#token", "message"}, rows);
   if (job.counts.rejected > kRowsAPage) {
     html += fmt::format("<p>The first {} of {}; <code>statetap rejected</code> lists all.</p>\n",
                         kRowsAPage, job.counts.rejected);

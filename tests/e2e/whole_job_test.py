@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 import unittest
+from html import unescape
 
 try:
     import grpc
@@ -477,7 +478,8 @@ class ReportTest(unittest.TestCase):
         common = ["--mode", "prefill", "--logprobs", "on", "--shard-bytes", "1MiB", "--wait"]
         cls.server.cli("submit", chats, "--name", "other template", "--template", "kimi-k2-instruct", *common)
         cls.server.cli("submit", ROOT / "examples/prompts_64.jsonl", "--name", "sound", "--max-new-tokens", 128, "--shard-bytes", "1MiB", "--wait")
-        cls.sound = cls.server.json("show", "sound")["shards_path"]
+        cls.server.cli("submit", chats, "--name", "sound fp8", "--states", "fp8", *common)
+        cls.sound, cls.sound_fp8 = (cls.server.json("show", name)["shards_path"] for name in ("sound", "sound fp8"))
 
     @classmethod
     def tearDownClass(cls):
@@ -503,27 +505,31 @@ class ReportTest(unittest.TestCase):
         self.assertIn(drifted, alarms["shard_drift", 5])
         self.assertIn(("final_mismatch", LAYERS), self.alarms(altered, "--model", MODEL))
         text = self.server.cli("stats", altered, "--html", work / "report.html", "--plot").stdout
-        html = (work / "report.html").read_text()
-        for said in ("zero_boundary", "normed_boundary", "policy_gap", "shard_drift", drifted):
+        page = (work / "report.html").read_text()
+        html = unescape(page)
+        for said in ("boundary 4: all 6469 rows are zero: a dead tap", "every row is zero", "a norm seems to have been applied already",
+                     f"{drifted} has a median rms of", "the shards as a rule", "with another template"):
             self.assertIn(said, text)
             self.assertIn(said, html)
+        self.assertEqual(page.count('<li class="bad">'), 5, "one for each fault, and drift at each boundary where there is something")
         self.assertIn("by length of prompt and answer", text)
         for said in ("kimi-k2-instruct", "<h2>Lengths</h2>", "<h2>By kind of token</h2>", "<h2>Channels with most energy</h2>"):
             self.assertIn(said, html)
-        self.assertNotIn("http://", html)
+        self.assertNotIn("http://", page)
         self.server.cli("check", altered)  # whole files: it is the report that tells
 
     def test_a_sound_job_raises_no_alarm(self):
         self.assertEqual(self.alarms("sound"), {}, "the server compares final states with its own head")
         self.assertEqual(self.alarms(self.sound, "--model", MODEL), {})
+        self.assertNotIn(("final_mismatch", LAYERS), self.alarms("sound fp8"))
         text = self.server.cli("stats", "sound").stdout
         self.assertIn("no </think>", text)
 
     def test_a_final_state_that_is_not_the_tokens_is_an_alarm(self):
-        altered = self.alter(self.sound, "normed", f"normed={MODEL}")
-        alarms = self.alarms(altered, "--model", MODEL)
-        self.assertIn(("final_mismatch", LAYERS), alarms)
-        self.assertIn("shard-", alarms["final_mismatch", LAYERS])
+        for name, source in (("normed", self.sound), ("normed fp8", self.sound_fp8)):
+            altered = self.alter(source, name, f"normed={MODEL}")
+            shards = len(list(altered.glob("*.h5")))
+            self.assertIn(f"{shards} of {shards} shards (shard-000001.h5, ", self.alarms(altered, "--model", MODEL)["final_mismatch", LAYERS])
 
     def test_check_captures_again(self):
         result = self.server.json("check", self.sound, "--model", "--samples", 6)
@@ -531,7 +537,7 @@ class ReportTest(unittest.TestCase):
         self.assertEqual([s["ok"] for s in result["model"]["samples"]], [True] * 6)
         if BACKEND == "cpu":
             self.assertEqual([s["relative_error"] for s in result["model"]["samples"]], [0] * 6)
-        self.assertEqual({job["name"] for job in self.server.json("list")["jobs"]}, {"other template", "sound"}, "its job is gone again")
+        self.assertEqual({job["name"] for job in self.server.json("list")["jobs"]}, {"other template", "sound", "sound fp8"}, "its job is gone again")
         altered = self.alter(self.sound, "scaled", "scaled=0:1.2")
         different = self.server.json("check", altered, "--model", "--samples", 64, expect=1)["model"]["samples"]
         self.assertTrue(any(s["ok"] for s in different))
