@@ -1,20 +1,28 @@
 """Exports as far as they can be held without a trainer's package; trainers_test.py reads them with theirs."""
+import contextlib
 import http.client
 import json
 import os
 import pickletools
+import shutil
 import subprocess
 import sys
+import time
+import tracemalloc
 import unittest
 import zipfile
 from pathlib import Path
 
 import numpy as np
 import statetap
-from served import HIDDEN, LAYERS, MODEL, ROOT, TAPS, Served, by_h5py
+from served import HIDDEN, LAYERS, MODEL, ROOT, TAPS, Served, Stalled, by_h5py
 from statetap.checkpoint import HEAD, Checkpoint, read_header, read_tensor
-from statetap.export.vocabulary import choose
+from statetap.export.__main__ import FORMATS, report
+from statetap.export.run import Request
+from statetap.export.run import export as export_all
+from statetap.export.vocabulary import Counts, choose
 from statetap.files import Bf16, write_safetensors
+from statetap.source import Source
 
 PROMPTS = [json.loads(line) for line in (ROOT / "examples/prompts_64.jsonl").read_text().splitlines()]
 VOCAB, EPS = 2304, json.loads((MODEL / "config.json").read_text())["text_config"]["rms_norm_eps"]
@@ -51,6 +59,72 @@ def members(path):
 
 def rows_of(folder):
     return [json.loads(line) for line in (folder / "statetap-rows.jsonl").read_text().splitlines()]
+
+
+def completion(ids):
+    """What the trainer posts for a row."""
+    return json.dumps({"model": "tiny", "prompt": ids, "max_tokens": 1, "return_token_ids": True})
+
+
+@contextlib.contextmanager
+def serving_endpoint(served, job, states):
+    """(its line when ready, a call that asks it)"""
+    command = [sys.executable, "-m", "statetap.endpoint", job, "--model", "tiny", "--states", states, "--listen", "127.0.0.1:0", "--server", served.address]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as endpoint:
+        ready = endpoint.stdout.readline()
+        address = ready.split()[3].removeprefix("http://").removesuffix("/v1")
+
+        def ask(method, path, body=None):
+            with contextlib.closing(http.client.HTTPConnection(address, timeout=60)) as connection:
+                connection.request(method, path, body, {"Content-Type": "application/json"})
+                answer = connection.getresponse()
+                return answer.status, json.loads(answer.read())
+
+        try:
+            yield ready, ask
+        finally:
+            endpoint.terminate()
+
+
+class GrowingJobTest(unittest.TestCase):
+    """What docs/trainers.md says of a job that still runs, each on one that is sure not to end."""
+
+    def setUp(self):
+        self.served = self.enterContext(Stalled())
+        self.stored = {sample.id for sample in self.served.client.samples("growing")}
+        self.assertTrue(0 < len(self.stored) < len(Stalled.SAMPLES), self.stored)
+
+    def test_export_and_rows_only_say_that_it_runs(self):
+        for more in ([], ["--rows-only"]):
+            told = export("export", "--to", "speculators", "growing", "--out", self.served.folder / "out", *more, "--server", self.served.address, expect=2)
+            self.assertRegex(told, r"job job-\S+ \(growing\) is running: wait until it has ended \(statetap watch")
+        self.assertFalse((self.served.folder / "out").exists())
+
+    def test_a_stream_gives_what_is_stored_and_later_the_rest(self):
+        stream = self.served.client.stream("growing")
+        first = {next(stream).id for _ in self.stored}
+        self.assertEqual(first, self.stored)
+        self.assertEqual(statetap.state_name(self.served.client.show("growing")), "running")
+        self.served.make_room()
+        self.assertEqual({sample.id for sample in stream} | first, {sample["id"] for sample in Stalled.SAMPLES})
+
+    def test_the_endpoint_gives_what_is_stored_and_later_the_rest(self):
+        with serving_endpoint(self.served, "growing", self.served.folder / "states") as (ready, ask):
+            self.assertIn(f"rows={len(self.stored)}", ready)
+            for sample in Stalled.SAMPLES:
+                status, answer = ask("POST", "/v1/completions", completion(sample["input_ids"]))
+                self.assertEqual(status, 200 if sample["id"] in self.stored else 404)
+                if status == 404:
+                    self.assertRegex(answer["error"]["message"], rf"job job-\S+ \(growing\) is running, {len(self.stored)} of 10 samples are stored")
+            self.served.make_room()
+            self.served.client.wait("growing")
+            for sample in Stalled.SAMPLES:
+                while (found := ask("POST", "/v1/completions", completion(sample["input_ids"])))[0] == 404:  # it looks again after a while
+                    time.sleep(0.2)
+                self.assertEqual(found[0], 200)
+                states, _ = read_tensor(Path(found[1]["kv_transfer_params"]["hidden_states_path"]), "hidden_states")
+                truth = self.served.client.sample("growing", sample["id"])
+                np.testing.assert_array_equal(states, truth.block.swapaxes(0, 1))
 
 
 class ExportTest(unittest.TestCase):
@@ -96,26 +170,67 @@ class ExportTest(unittest.TestCase):
         for name in names:
             self.assertEqual((self.out("job") / name).read_bytes(), (self.out("path") / name).read_bytes(), name)
 
-    def test_post_norm_is_the_final_norm_of_pre_norm(self):
-        export("export", "--to", "specforge", "all", "--out", self.out("a"), "--model", MODEL)
-        norm, exact = statetap.float32(model.bits("model.norm.weight")).astype(np.float64), 0
-        files = sorted(self.out("a").rglob("*.ckpt"), key=str)
-        for row, path in zip(rows_of(self.out("a")), files, strict=True):  # names sort as rows do
-            held, truth = members(path), stored[row["id"]]
-            n = len(truth["ids"])
-            self.assertEqual(np.frombuffer(held["data/0"], "<i8").tolist(), truth["ids"].tolist())
-            self.assertEqual(np.frombuffer(held["data/1"], "<i8").tolist(), truth["mask"].tolist())
-            self.assertEqual(len(held["data/2"]), n * 3 * HIDDEN * 2)  # a storage is as long as its tensor
-            taps = statetap.float32(np.frombuffer(held["data/2"], "<u2")).reshape(n, 3, HIDDEN)
-            for i, boundary in enumerate(TAPS):
-                np.testing.assert_array_equal(taps[:, i], truth[boundary])
-            x = truth[LAYERS].astype(np.float64)
-            expected = x / np.sqrt((x * x).mean(axis=1, keepdims=True) + EPS) * norm
-            got = statetap.float32(np.frombuffer(held["data/3"], "<u2")).reshape(n, HIDDEN)
-            self.assertLess(np.abs(got - expected).max() / np.abs(expected).max(), 2**-8)
-            np.testing.assert_allclose(got, expected, rtol=2**-8, atol=1e-30)
-            exact += n
-        self.assertGreater(exact, 1000)
+    def test_torch_files_hold_unshifted_rows_and_a_final_state_normed_where_the_trainer_wants_it(self):
+        export("export", "--to", "speculators", "all", "--out", self.out("speculators"))
+        norm = statetap.float32(model.bits("model.norm.weight")).astype(np.float64)
+        for format in ("specforge", "torchspec", "angelslim", "modelopt"):
+            out, tokens = self.out(format), 0
+            export("export", "--to", format, "all", "--out", out, "--model", MODEL)
+            self.assertEqual(rows_of(out), rows_of(self.out("speculators")))
+            files = sorted((p for p in out.rglob("*") if p.suffix in (".ckpt", ".pt")), key=str)
+            for row, path in zip(rows_of(out), files, strict=True):  # names sort as rows do
+                held, truth = members(path), stored[row["id"]]
+                n = len(truth["ids"])
+                final, taps = ("data/2", "data/3") if format == "modelopt" else ("data/3", "data/2")
+                sizes = {"data/0": 8 * n, "data/1": 8 * n, taps: n * 3 * HIDDEN * 2, final: n * HIDDEN * 2}
+                self.assertEqual({name: len(data) for name, data in held.items() if name.startswith("data/")}, sizes, "a storage is as long as its tensor")
+                self.assertEqual(np.frombuffer(held["data/0"], "<i8").tolist(), truth["ids"].tolist())
+                self.assertEqual(np.frombuffer(held["data/1"], "<i8").tolist(), truth["mask"].tolist())
+                values = statetap.float32(np.frombuffer(held[taps], "<u2")).reshape(n, 3, HIDDEN)
+                for i, boundary in enumerate(TAPS):
+                    np.testing.assert_array_equal(values[:, i], truth[boundary])
+                slots, _ = read_tensor(self.out("speculators") / f"hidden_states/hs_{row['row']}.safetensors", "hidden_states")
+                got = statetap.float32(np.frombuffer(held[final], "<u2")).reshape(n, HIDDEN)
+                x = statetap.float32(np.array(slots[:, -1]))
+                if format == "modelopt":
+                    np.testing.assert_array_equal(got, x)
+                else:
+                    x = x.astype(np.float64)
+                    expected = x / np.sqrt((x * x).mean(axis=1, keepdims=True) + EPS) * norm
+                    np.testing.assert_allclose(got, expected, rtol=2**-8, atol=1e-30)  # one rounding to bf16
+                tokens += n
+            self.assertGreater(tokens, 1000)
+            self.assertFalse([p for p in out.rglob("*") if p.name.startswith(".") or p.suffix in (".partial", ".lock")])
+
+    def test_names_sort_as_rows_do(self):
+        rows = [*range(0, 4100, 37), 99_999, 100_000, 1_000_000]
+        for format in FORMATS.values():
+            names = [format().file(row) for row in rows]
+            self.assertEqual(len(set(names)), len(rows))
+            if format.name != "speculators":  # which asks for the number
+                self.assertEqual(names, sorted(names), format.name)
+
+    def test_no_more_than_a_few_samples_are_held(self):
+        many = served.run([{"id": f"{n:02}", "input_ids": [10 + n] * 400} for n in range(60)], name="many")
+        (shard,) = Path(many.shards_path).glob("*.h5")
+        sample = 4 * 400 * HIDDEN * 2
+        self.assertGreater(shard.stat().st_size, 60 * sample)
+        for format in FORMATS.values():
+            for words in (["many"], [many.shards_path]):
+                out = self.out(f"{format.name}{len(words[0])}")
+                export_all(Source(words, server=served.address), Request(format(), out, rows_only=True), quiet=True)  # imports and tables are there now
+                shutil.rmtree(out)
+                tracemalloc.start()
+                export_all(Source(words, server=served.address), Request(format(), out, checkpoint=model), quiet=True)
+                peak = tracemalloc.get_traced_memory()[1]
+                tracemalloc.stop()
+                self.assertLess(peak, 12 * sample, f"{format.name} from {words}")
+
+    def test_progress_is_told_unless_quiet(self):
+        told = export("export", "--to", "torchspec", "all", "--model", MODEL, "--out", self.out("a"))
+        self.assertIn("tokens 24/24", told)
+        self.assertRegex(told, r"files 24/24 · [0-9,]+ MB/s")
+        self.assertNotIn("24/24", export("export", "--to", "torchspec", "all", "--model", MODEL, "--out", self.out("b"), "--quiet"))
 
     def test_the_final_state_predicts_the_greedy_tokens(self):
         head, hits, asked = statetap.float32(model.bits(HEAD)), 0, 0
@@ -142,10 +257,37 @@ class ExportTest(unittest.TestCase):
             self.assertGreaterEqual(count[t2d].min(), count[~t2d].max())
             held = members(out / f"vocab_mapping-{size}.pt")
             self.assertEqual((held["data/0"], held["data/1"]), (d2t.tobytes(), t2d.tobytes()))
+        self.assertEqual(told["coverage"], {name: {str(VOCAB): 1.0} for name in ("all", "even", "odd")})  # all sizes that there are exceed this vocabulary
+        odd = np.zeros(VOCAB, int)
+        for sample in served.client.samples(job, 'source == "odd"'):
+            np.add.at(odd, stored[sample.id]["ids"][stored[sample.id]["mask"] == 1], 1)
         local = export("vocab-map", job.shards_path, "--model", MODEL, "--against", out / "t2d-100.npy", "--where", 'source == "odd"', "--json")
-        self.assertLess(local["tokens"], told["tokens"])
-        self.assertLess(local["against"]["coverage"], local["against"]["new_coverage"])
+        t2d, best = np.load(out / "t2d-100.npy"), np.sort(odd)[-100:].sum() / odd.sum()
+        self.assertEqual((local["tokens"], local["against"]["size"]), (odd.sum(), 100))
+        self.assertAlmostEqual(local["against"]["coverage"], odd[t2d].sum() / odd.sum())
+        self.assertAlmostEqual(local["against"]["new_coverage"], best)
+        self.assertLess(local["against"]["coverage"], best)
+        self.assertIn("name the one that is meant", export("vocab-map", "all", "--against", out, expect=2))
         np.testing.assert_array_equal(np.flatnonzero(choose(np.array([0, 3, 3, 0, 9]), 4)[1]), [0, 1, 2, 4])  # ties and unused: lowest ids
+
+    def test_the_report_says_what_maps_of_each_size_cover_by_source(self):
+        vocab, random = 163_840, np.random.default_rng(0)
+        counts, parts = Counts(vocab), [Counts(vocab), Counts(vocab)]
+        for n in range(40):  # most ids of the two sources are different ones
+            ids = (random.random(20_000) ** 3 * 100_000).astype(int) + 60_000 * (n % 2)
+            mask = random.integers(0, 2, 20_000)
+            for c in (counts, parts[n % 2]):
+                c.add(("code", "chat")[n % 2], ids, mask)
+        merged = {**parts[0].by_source, **parts[1].by_source}
+        for source, row in counts.by_source.items():
+            np.testing.assert_array_equal(row, merged[source], "counts of parts add up")
+        table, lines = report(counts)
+        sizes = [8192, 16384, 32000, 32768, 65536]
+        order = np.lexsort((np.arange(vocab), -counts.total))
+        for name, row in (("all", counts.total), *counts.by_source.items()):
+            self.assertEqual(table[name], {str(size): row[order[:size]].sum() / row.sum() for size in sizes})
+            self.assertIn(name, " ".join(lines))
+        self.assertTrue(all(0.3 < table[source]["8192"] < table[source]["65536"] < 1 for source in ("code", "chat")), table)
 
     def test_an_interrupted_export_goes_on_and_another_one_is_refused(self):
         out, arguments = self.out("a"), ("--to", "speculators", "all", "--model", MODEL, "--json")
@@ -202,22 +344,12 @@ class ExportTest(unittest.TestCase):
         del os.environ["STATETAP_PYTHON"]
 
     def test_the_endpoint_answers_as_speculators_file_backend_asks(self):
-        command = [sys.executable, "-m", "statetap.endpoint", "all", "--model", "tiny", "--states", self.out("states"), "--listen", "127.0.0.1:0", "--server", served.address]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as endpoint:
-            ready = endpoint.stdout.readline()
+        with serving_endpoint(served, "all", self.out("states")) as (ready, ask):
             self.assertIn("rows=24", ready)
-            address = ready.split()[3].removeprefix("http://").removesuffix("/v1")
-
-            def ask(method, path, body=None):
-                connection = http.client.HTTPConnection(address, timeout=60)
-                connection.request(method, path, body, {"Content-Type": "application/json"})
-                answer = connection.getresponse()
-                return answer.status, json.loads(answer.read())
-
             self.assertEqual(ask("GET", "/v1/models")[1]["data"][0]["id"], "tiny")
             for truth in list(stored.values())[:4]:
                 ids = truth["ids"].tolist()
-                status, answer = ask("POST", "/v1/completions", json.dumps({"model": "tiny", "prompt": ids, "max_tokens": 1, "return_token_ids": True}))
+                status, answer = ask("POST", "/v1/completions", completion(ids))
                 self.assertEqual((status, answer["choices"][0]["prompt_token_ids"]), (200, ids))
                 path = Path(answer["kv_transfer_params"]["hidden_states_path"])
                 states, _ = read_tensor(path, "hidden_states")
@@ -226,7 +358,6 @@ class ExportTest(unittest.TestCase):
                 path.unlink()  # as the trainer does
             self.assertEqual([ask("POST", "/v1/completions", body)[0] for body in ('{"prompt": [1, 2]}', '{"prompt": "text"}', "{")], [404, 400, 400])
             self.assertEqual(ask("GET", "/v2")[0], 404)
-            endpoint.terminate()
 
     def foreign(self, folder, format="speculators"):
         result = subprocess.run([sys.executable, "-m", "statetap.foreign", folder, "--as", format, "--model", MODEL, "--json"], capture_output=True, text=True)

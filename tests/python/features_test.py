@@ -15,7 +15,7 @@ except ImportError:
     sys.exit(77)
 import numpy as np
 import statetap
-from served import HIDDEN, LAYERS, ROOT, Served, by_h5py
+from served import HIDDEN, LAYERS, ROOT, Served, Stalled, by_h5py
 from statetap.collate import Pack, Pad, Shift
 from torch.utils.data import DataLoader
 
@@ -88,19 +88,120 @@ class FeatureStreamTest(unittest.TestCase):
         with self.assertRaisesRegex(ValueError, "seed is 4 here and 3 in the checkpoint"):
             stream(seed=4).load_state_dict(checkpoint)
 
+    def test_a_loader_of_ones_own_is_counted_or_said_not_to_be(self):
+        whole = stream()
+        expected = ids(whole.batches()) + ids(whole.batches())
+        first = stream()
+        loaded = iter(DataLoader(first, batch_size=4, collate_fn=list))
+        got = ids(next(loaded) for _ in range(3))
+        second = stream()
+        second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+        got += ids(DataLoader(second, batch_size=4, collate_fn=list))
+        self.assertEqual(second.state_dict()["epoch"], 1, "the epoch was had whole")
+        second.set_epoch(1)
+        got += ids(DataLoader(second, batch_size=4, collate_fn=list))
+        self.assertEqual(got, expected)
+
+        third = stream()
+        third.load_state_dict(first.state_dict())
+        loader = DataLoader(third, batch_size=4, collate_fn=list, num_workers=2, persistent_workers=True)
+        self.assertEqual(ids(loader), expected[3:10])
+        with self.assertRaisesRegex(ValueError, r"batches\(num_workers=…\)"):
+            third.state_dict()
+        third.set_epoch(1)
+        self.assertEqual(ids(loader), expected[10:], "workers that persist begin the new epoch")
+        third.set_epoch(1)
+        batches = third.batches(num_workers=1)
+        next(batches)
+        self.assertEqual(third.state_dict()["position"], 4)
+        batches.close()
+        with self.assertRaisesRegex(ValueError, "position is 3 in the checkpoint"):
+            third.load_state_dict({**first.state_dict(), "position": 3})
+
+    def test_processes_of_torchrun_share_an_epoch_and_go_on_from_one_checkpoint(self):
+        out = served.folder / "ranks"
+        out.mkdir()
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python", sys.executable, "-c", RANK, served.address, jobs[0].id, out]
+        done = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=250)
+        self.assertEqual(done.returncode, 0, done.stderr[-3000:])
+        ranks = [json.loads((out / f"{rank}").read_text()) for rank in range(2)]
+        self.assertEqual([[len(epoch) for epoch in rank] for rank in ranks], [[9, 9]] * 2, "20 samples, 2 ranks, batches of 3")
+        for epochs in zip(*ranks):
+            self.assertEqual(len(set(sum(epochs, []))), 18)
+        alone = [statetap.FeatureStream(jobs[0], server=served.address, batch_size=3, seed=5, rank=rank, world=2) for rank in range(2)]
+        self.assertEqual(ranks, [[[id for _, id in features.order(epoch)] for epoch in range(2)] for features in alone])
+
+    def test_an_epoch_goes_on_when_the_server_is_killed_and_started_again(self):
+        with Served() as own:
+            own.run([{"id": f"{n:02}", "input_ids": [100 + n] * 50} for n in range(24)], name="job")
+            for workers in (0, 2):
+                features = statetap.FeatureStream("job", server=own.address, batch_size=4, seed=3)
+                batches = features.batches(num_workers=workers)
+                got = [next(batches)]
+                own.kill_and_start_again()
+                got += batches
+                self.assertEqual(sum(ids(got), []), [id for _, id in features.order(0)])
+                for sample in sum(got, []):
+                    self.assertEqual(sample.input_ids.tolist(), [100 + int(sample.id)] * 50)
+
+    def test_what_ends_an_epoch_is_named_in_workers_too(self):
+        gone = served.run(PROMPTS[:8], name="gone", temperature=0, max_new_tokens=2)
+        features = statetap.FeatureStream(gone, server=served.address, batch_size=2)
+        served.cli("evict", gone.id)
+        for workers in (0, 1):
+            with self.assertRaisesRegex(statetap.StatetapError, "evicted"):
+                list(features.batches(num_workers=workers))
+            features.set_epoch(0)
+        served.cli("delete", gone.id, "--yes")
+        for workers in (0, 1):
+            with self.assertRaisesRegex(statetap.StatetapError, gone.id):
+                list(features.batches(num_workers=workers))
+            features.set_epoch(0)
+
+    def test_waits_for_a_job_when_told_to(self):
+        running = served.client.submit(PROMPTS[:8], name="waited for", temperature=0, max_new_tokens=30)
+        self.assertEqual(len(statetap.FeatureStream(running, server=served.address, wait=True)), 8)
+
     def test_where_taps_and_what_is_refused(self):
         part = stream(where='split == "train"', taps=[4], batch_size=1)
         self.assertEqual(len(part), len(list(served.client.samples(jobs[0], 'split == "train"'))) + len(list(served.client.samples(jobs[1], 'split == "train"'))))
         self.assertEqual(next(iter(part)).boundaries, (4, LAYERS))
         self.assertEqual(pickle.loads(pickle.dumps(part)).order(1), part.order(1))
-        for options, text in (({"batch_size": 0}, "batch_size 0"), ({"world": 41, "rank": 0}, "none has a batch"), ({"rank": 3, "world": 3}, "rank 3 of 3"),
-                              ({"rank": 1}, "together"), ({"where": "tokens < 0"}, "0 samples")):
+        for options, text in (({"batch_size": 0}, "batch_size 0"), ({"world": 41, "rank": 0}, "40 samples of .*41 ranks with batches of 4 take 164 at a time"),
+                              ({"rank": 3, "world": 3}, "rank 3 of 3"), ({"rank": 1}, "together"), ({"where": "tokens < 0"}, "0 samples of .*'tokens < 0' holds for"),
+                              ({"taps": [3]}, r"taps \[3\].*boundaries \[2, 4, 5, 8\]")):
             with self.assertRaisesRegex(ValueError, text):
                 stream(**options)
-        running = served.client.submit(PROMPTS, name="running", temperature=0, max_new_tokens=200)
-        with self.assertRaisesRegex(ValueError, "wait=True"):
-            statetap.FeatureStream(running, server=served.address)
+        with Stalled() as stalled, self.assertRaisesRegex(ValueError, r"\(growing\) is running: give wait=True, or take its samples as they come with Client.stream"):
+            statetap.FeatureStream("growing", server=stalled.address)
 
+
+# Under torchrun: two epochs, a checkpoint of rank 0 in the midst of the first, and everything behind it by new objects that loaded it.
+RANK = """
+import json, pathlib, sys
+import statetap, torch.distributed
+
+server, job, out = sys.argv[1:]
+torch.distributed.init_process_group("gloo")
+rank = torch.distributed.get_rank()
+open_stream = lambda: statetap.FeatureStream(job, server=server, batch_size=3, seed=5)
+features = open_stream()
+batches = features.batches(num_workers=2)
+had = [[sample.id for sample in next(batches)]]
+batches.close()
+checkpoint = [features.state_dict()]
+torch.distributed.broadcast_object_list(checkpoint, src=0)
+features = open_stream()
+features.load_state_dict(checkpoint[0])
+for epoch in range(2):
+    had += [[sample.id for sample in batch] for batch in features.batches(num_workers=2)]
+    counts = [None, None]
+    torch.distributed.all_gather_object(counts, len(had))
+    assert counts[0] == counts[1], counts
+flat = sum(had, [])
+(pathlib.Path(out) / str(rank)).write_text(json.dumps([flat[: len(features)], flat[len(features) :]]))
+torch.distributed.destroy_process_group()
+"""
 
 # Two epochs in the order stored; a checkpoint after every second batch, then saved(). Killed by its own hand before it writes the one of `fatal`.
 TRAINER = """
@@ -221,6 +322,12 @@ class CollateTest(unittest.TestCase):
         self.assertEqual(row["position_ids"][0].tolist(), list(range(1, n + 1)))
         np.testing.assert_array_equal(row["hidden_states"][0, :, :HIDDEN].float(), stored[sample.id][2][:-1])
         np.testing.assert_array_equal(row["target"][0].float(), stored[sample.id][LAYERS][1:])
+
+    def test_tensors_are_the_samples_own_memory(self):
+        for sample in self.samples:
+            tensors = sample.torch()
+            self.assertEqual((tensors.block.data_ptr(), tensors.block.dtype), (sample.block.ctypes.data, torch.bfloat16))
+            self.assertEqual(tensors.final_prenorm.data_ptr(), sample.block[-1].ctypes.data)
 
     def test_packed_samples_lie_one_after_another(self):
         lengths = [len(s) for s in self.samples]

@@ -18,8 +18,12 @@ import pyarrow
 import pyarrow.ipc
 import pyarrow.parquet
 import statetap
+from google.protobuf.message import DecodeError
 from served import HIDDEN, LAYERS, ROOT, TAPS, Served, by_h5py
 from statetap.inputs import sample_of, samples_of
+from statetap.stream import Assembler
+from statetap.v1 import features_pb2
+from statetap.wire import Data, bits, parse
 
 PROMPTS = [json.loads(line) for line in (ROOT / "examples/prompts_64.jsonl").read_text().splitlines()]
 
@@ -204,6 +208,76 @@ class DatasetTest(unittest.TestCase):
     def test_a_dataset_survives_pickling(self):
         dataset = pickle.loads(pickle.dumps(statetap.ShardDataset(job.shards_path, where='split == "eval"')))
         self.assertEqual(digests(dataset), digests(statetap.ShardDataset(job.shards_path, where='split == "eval"')))
+
+
+class WireTest(unittest.TestCase):
+    def messages(self):
+        states = np.arange(6 * HIDDEN, dtype="<u2")
+        header = features_pb2.StreamHeader(job_index=1, job="job-1", hidden=HIDDEN, layers=LAYERS, boundaries=[4, LAYERS])
+        sample = features_pb2.SampleHeader(job_index=1, delivery=3, id="a", input_ids=[7, 8, 9], loss_mask=b"\0\1\1")
+        pieces = [(4, 0, states[: 2 * HIDDEN]), (LAYERS, 0, states[3 * HIDDEN :]), (4, 2, states[2 * HIDDEN : 3 * HIDDEN])]
+        responses = [features_pb2.StreamFeaturesResponse(header=header), features_pb2.StreamFeaturesResponse(sample=sample)]
+        responses += [features_pb2.StreamFeaturesResponse(data=features_pb2.SampleData(delivery=3, boundary=b, first_row=row, states=s.tobytes())) for b, row, s in pieces]
+        return states.reshape(2, 3, HIDDEN), [response.SerializeToString() for response in responses]
+
+    def test_states_are_copied_once_from_the_message_into_the_samples_own_memory(self):
+        states, messages = self.messages()
+        assembler, done = Assembler(), None
+        for message in messages:
+            parsed = parse(message)
+            if isinstance(parsed, Data):
+                self.assertIs(parsed.states.obj, message, "a view")
+                self.assertTrue(np.shares_memory(bits(parsed.states), np.frombuffer(message, np.uint8)))
+            done = assembler.add(parsed) or done
+        delivery, sample = done
+        self.assertEqual(delivery, 3)
+        np.testing.assert_array_equal(sample.block, states)
+        self.assertTrue(sample.block.flags.owndata and sample.block.flags.writeable)
+        for view in (sample.taps, sample.final_prenorm, *sample.states.values()):
+            self.assertTrue(np.shares_memory(view, sample.block))
+
+    def test_a_message_that_was_cut_is_refused_never_read_short(self):
+        for message in self.messages()[1]:
+            whole = parse(message)
+            for end in range(len(message)):
+                try:
+                    part = parse(message[:end])
+                except (statetap.DataLossError, DecodeError):
+                    continue
+                self.assertNotEqual(part, whole)
+                self.assertFalse(isinstance(part, Data) and part.states, end)
+
+    def test_messages_that_do_not_fit_together_are_refused(self):
+        _, (header, sample, *data) = self.messages()
+        for wrong in ([sample], [header, data[0]], [header, sample, data[2]], [header, sample, data[0], data[0]], [header, sample, sample]):
+            assembler = Assembler()
+            with self.assertRaises(statetap.DataLossError):
+                for message in wrong:
+                    assembler.add(parse(message))
+
+
+class RestartTest(unittest.TestCase):
+    def test_samples_come_once_and_whole_when_the_server_is_killed_and_started_again(self):
+        with Served() as served:
+            job = served.run([{"id": f"{n:02}", "input_ids": [100 + n] * 200} for n in range(30)], name="job", shard_bytes=1 << 20)
+            truth = {sample.id: sample.block.tobytes() for sample in statetap.ShardDataset(job.shards_path)}
+            rows = served.client.fetch(job, rows=range(30))
+            stream = served.client.stream(job, credit_bytes=1 << 20)  # five samples
+            for samples in (rows, stream):
+                got = [next(samples) for _ in range(3)]
+                served.kill_and_start_again()
+                got += samples
+                self.assertEqual([s.id for s in got], sorted(truth))
+                for sample in got:
+                    self.assertEqual(sample.block.tobytes(), truth[sample.id])
+
+    def test_a_job_that_was_deleted_is_named(self):
+        gone = served.run(PROMPTS[:6], name="deleted", temperature=0, max_new_tokens=2)
+        ids = [sample.id for sample in served.client.samples(gone)]
+        served.cli("delete", gone.id, "--yes")
+        with self.assertRaisesRegex(statetap.StatetapError, gone.id) as refused:
+            list(served.client.fetch(gone, ids=ids))
+        self.assertEqual(refused.exception.code, grpc.StatusCode.NOT_FOUND)
 
 
 class ClientTest(unittest.TestCase):

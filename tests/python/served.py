@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import tempfile
+import time
 
 import h5py
 import numpy as np
@@ -25,15 +26,25 @@ class Served:
     def __enter__(self):
         self.folder = pathlib.Path(tempfile.mkdtemp(prefix="statetap-python-"))
         self.log = open(self.folder / "server.log", "w")
+        self._start("127.0.0.1:0", "127.0.0.1:0")
+        self.client = statetap.connect(self.address)
+        return self
+
+    def _start(self, address, http):
         self.process = subprocess.Popen(
-            [BIN / "statetapd", "--model", MODEL, "--data", self.folder / "data", "--listen", "127.0.0.1:0", "--http", "127.0.0.1:0",
+            [BIN / "statetapd", "--model", MODEL, "--data", self.folder / "data", "--listen", address, "--http", http,
              "--backend", "cpu", "--tp", "1", *self.options], stdout=subprocess.PIPE, stderr=self.log, text=True)
         ready = self.process.stdout.readline()
         if not ready.startswith("statetapd ready "):
             raise RuntimeError(f"no ready line but {ready!r}: {(self.folder / 'server.log').read_text()[-2000:]}")
         self.address, self.http = (ready.split(f"{name}=")[1].split()[0] for name in ("grpc", "http"))
-        self.client = statetap.connect(self.address)
-        return self
+
+    def kill_and_start_again(self):
+        """At the same addresses, with the same data."""
+        self.process.kill()
+        self.process.wait()
+        self.process.stdout.close()
+        self._start(self.address, self.http)
 
     def __exit__(self, *_):
         self.client.close()
@@ -53,6 +64,27 @@ class Served:
     def run(self, prompts, **options):
         """A job that has ended."""
         return self.client.wait(self.client.submit(prompts, **options))
+
+
+class Stalled(Served):
+    """A server with a job, "growing", of which a part is stored and the rest does not start before there is room for it: a shard takes at least
+    1 MiB a boundary."""
+
+    SAMPLES = [{"id": f"{n:02}", "input_ids": [100 + n] * 300} for n in range(10)]  # 154 kB of states each, and 0.6 MB are left
+
+    def __init__(self):
+        super().__init__("--max-shard-bytes", "10MiB")
+
+    def __enter__(self):
+        super().__enter__()
+        self.run([{"input_ids": [5, 6, 7]}], name="filler", taps=list(range(LAYERS)))
+        self.job = self.client.submit(self.SAMPLES, name="growing", taps=[4])
+        while not (now := self.client.show(self.job)).counts.stored or "--max-shard-bytes" not in now.message or now.counts.running:
+            time.sleep(0.05)
+        return self
+
+    def make_room(self):
+        self.cli("delete", "filler", "--yes")
 
 
 def losses_of(told, epochs):

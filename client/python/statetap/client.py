@@ -31,6 +31,11 @@ def state_name(job: jobs_pb2.Job) -> str:
     return jobs_pb2.JobState.Name(job.state).removeprefix("JOB_STATE_").lower()
 
 
+def has_ended(job: jobs_pb2.Job) -> bool:
+    """Succeeded, failed or cancelled: nothing more will be stored, unless it is retried."""
+    return job.state in _ENDED
+
+
 class Client:
     """One server. Jobs may be named by id or name, or given as the Job that a call returned. Errors are StatetapError.
 
@@ -43,6 +48,7 @@ class Client:
             raise ValueError(f'server "{server}": give HOST:PORT, as in 127.0.0.1:7070')
         self.server = server
         options = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1), ("grpc.enable_http_proxy", 0),
+                   ("grpc.keepalive_time_ms", 30_000), ("grpc.keepalive_timeout_ms", 20_000),  # a server whose machine vanished is noticed
                    ("grpc.initial_reconnect_backoff_ms", 100), ("grpc.max_reconnect_backoff_ms", 2000)]  # fmt: skip
         self._channel = grpc.insecure_channel(server, options)
         self._jobs = jobs_pb2_grpc.JobsStub(self._channel)  # type: ignore[no-untyped-call]
@@ -126,7 +132,7 @@ class Client:
                 for state in self._jobs.WatchJob(jobs_pb2.GetJobRequest(job=_name(job)), timeout=120):
                     last_heard = time.monotonic()
                     yield state
-                    if state.state in _ENDED:
+                    if has_ended(state):
                         return
             except grpc.RpcError as error:
                 code = error.code()

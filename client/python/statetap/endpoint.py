@@ -23,7 +23,7 @@ from typing import Any, Sequence
 
 import numpy as np
 
-from statetap.client import Client, connect
+from statetap.client import Client, connect, has_ended, state_name
 from statetap.errors import StatetapError
 from statetap.export.speculators import Speculators
 
@@ -41,13 +41,18 @@ class Rows:
                 raise ValueError(f"job {job.id} ({job.name}) was captured with --no-final, and the trainer needs the final state")
         self._client, self._jobs, self._lock = client, [job.id for job in shown], threading.Lock()
         self._known: dict[bytes, tuple[str, str]] = {}
+        self._growing: list[str] = []  # what to say of jobs that had not ended at the last look
         self._seen: dict[str, int] = dict.fromkeys(self._jobs, 0)  # stored rows of each job that were looked at
         self._looked = -_LOOK_AGAIN_SECONDS
         self.look()
 
     def look(self) -> None:
+        self._growing = []
         for job in self._jobs:
-            stored = self._client.show(job).counts.stored
+            shown = self._client.show(job)
+            stored = shown.counts.stored
+            if not has_ended(shown):
+                self._growing.append(f"job {shown.id} ({shown.name}) is {state_name(shown)}, {stored} of {shown.counts.submitted} samples are stored")
             for sample in self._client.fetch(job, rows=range(self._seen[job], stored), taps=[]) if stored > self._seen[job] else ():
                 self._known[_key(sample.input_ids)] = (job, sample.id)
             self._seen[job] = stored
@@ -60,6 +65,10 @@ class Rows:
                 self.look()
                 found = self._known.get(_key(ids))
             return found
+
+    def why_missing(self, ids: np.ndarray) -> str:
+        remedy = f"{'; '.join(self._growing)}: ask again when it has more" if self._growing else "capture them (statetap submit --mode prefill), or name their job"
+        return f"no stored sample has these {len(ids)} ids: {remedy}"
 
     def __len__(self) -> int:
         return len(self._known)
@@ -128,7 +137,7 @@ class Endpoint(ThreadingHTTPServer):
     def complete(self, ids: np.ndarray) -> "tuple[int, dict[str, Any]]":
         place = self.rows.find(ids)
         if place is None:
-            return 404, _error(f"no stored sample has these {len(ids)} ids: capture them (statetap submit --mode prefill), or name their job")
+            return 404, _error(self.rows.why_missing(ids))
         # Complete before the answer goes out: the trainer does not wait for it.
         path = self._states / f"{uuid.uuid4().hex}.safetensors"
         Speculators().write(path, 0, self._client.sample(*place), None)

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from typing import Any, Callable, Iterator, Sequence
+from typing import Any, Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -31,7 +31,8 @@ class FeatureStream(IterableDataset[Sample]):
                 train(batch)
                 save(state := stream.state_dict())  # goes back with load_state_dict(): what counts is the trainer's checkpoint
                 stream.saved(state)                 # with retain="checkpoint": once the file is safe
-        DataLoader(stream, batch_size=8)           # works too; call set_epoch(e) before each epoch then
+        DataLoader(stream, batch_size=8)           # works too; call set_epoch(e) before each epoch then. With workers of its own
+                                                   # nobody here knows what the trainer has had, and state_dict() says so
 
     jobs            ids, names or Job messages; their samples are one set
     server          HOST:PORT. Default: the environment's STATETAP_SERVER, else 127.0.0.1:7070
@@ -49,7 +50,7 @@ class FeatureStream(IterableDataset[Sample]):
     Every rank gets the same number of whole batches; the samples at the end of the order that do not fill them are left out of this epoch
     (`left_out`), others in the next. len() is the number of samples of this rank in an epoch.
 
-    Each process has a connection of its own.
+    Each process has a connection of its own. The epoch is in shared memory, so that workers that persist begin the new one, too.
     """
 
     def __init__(
@@ -89,17 +90,31 @@ class FeatureStream(IterableDataset[Sample]):
             self._samples = [(n, s.id) for n, job in enumerate(self.jobs) for s in client.samples(job, where) if not s.excluded]
         self.left_out = len(self._samples) - len(self) * self.world
         if not len(self):
-            raise ValueError(f"{len(self._samples)} samples of {self.jobs} for {self.world} ranks with batches of {batch_size}: none has a batch")
-        self.epoch = 0
-        self.position = 0  # samples of this rank that the trainer has had in this epoch
+            raise ValueError(
+                f"{len(self._samples)} samples of {', '.join(self.jobs)}" + (f" that {where!r} holds for" if where else "")
+                + f", and {self.world} ranks with batches of {batch_size} take {self.world * batch_size} at a time: give fewer ranks, smaller batches or more samples")  # fmt: skip
+        self._progress = torch.zeros(3, dtype=torch.int64).share_memory_()  # epoch, position, whether workers read that are not of batches()
+        self._batches: "tuple[int, int] | None" = None  # epoch and position at which batches() began: its workers start late, when the trainer is ahead
         self._acknowledged = 0  # samples of this rank's last epoch
 
     def __len__(self) -> int:
         return len(self._samples) // (self.world * self.batch_size) * self.batch_size
 
+    @property
+    def epoch(self) -> int:
+        return int(self._progress[0])
+
+    @property
+    def position(self) -> int:
+        """Samples of this rank that the trainer has had in this epoch, to the last whole batch."""
+        return int(self._progress[1])
+
     def set_epoch(self, epoch: int) -> None:
         """The next iteration is the beginning of this epoch. Not needed with batches()."""
-        self.epoch, self.position = epoch, 0
+        self._place(epoch, 0)
+
+    def _place(self, epoch: int, position: int) -> None:
+        self._progress[:] = torch.tensor([epoch, position, 0])
 
     def order(self, epoch: int) -> "list[tuple[str, str]]":
         """This rank's samples of an epoch as (job, id)."""
@@ -116,17 +131,24 @@ class FeatureStream(IterableDataset[Sample]):
         return [(self.jobs[n], id) for n, id in (self._samples[p] for p in places)]
 
     def __iter__(self) -> Iterator[Sample]:
-        """From `position` on: all of this rank's samples or, in a DataLoader's worker, this worker's share of whole batches."""
-        if self.epochs is not None and self.epoch >= self.epochs:
-            raise ValueError(f"epoch {self.epoch} (from 0) of {self.epochs}: give more epochs")
-        order = self.order(self.epoch)
-        first_batch, rest = divmod(self.position, self.batch_size)
-        if rest:
-            raise ValueError(f"position {self.position} is within a batch of {self.batch_size}: only whole batches are gone back to")
+        """From `position` on, from the beginning where the epoch was had whole: all of this rank's samples or, in a DataLoader's worker, this worker's
+        share of whole batches."""
+        epoch, begin = self._batches or (self.epoch, self.position % len(self))
+        if self.epochs is not None and epoch >= self.epochs:
+            raise ValueError(f"epoch {epoch} (from 0) of {self.epochs}: give more epochs")
         worker = get_worker_info()
         first, step = (worker.id, worker.num_workers) if worker is not None else (0, 1)
-        batches = range(first_batch + first, len(order) // self.batch_size, step)
+        if worker is not None and self._batches is None:
+            self._progress[2] = 1
+        order = self.order(epoch)
+        batches = range(begin // self.batch_size + first, len(order) // self.batch_size, step)
         mine = (sample for batch in batches for sample in order[batch * self.batch_size : (batch + 1) * self.batch_size])
+        for had, sample in enumerate(self._fetch(mine), 1):
+            if worker is None and self._batches is None and had % self.batch_size == 0:
+                self._progress[1] = begin + had
+            yield sample
+
+    def _fetch(self, mine: "Iterable[tuple[str, str]]") -> Iterator[Sample]:
         with Client(self.server) as client:
             for job, samples in itertools.groupby(mine, key=lambda sample: sample[0]):
                 while ids := [id for _, id in itertools.islice(samples, _SAMPLES_A_CALL)]:
@@ -136,21 +158,32 @@ class FeatureStream(IterableDataset[Sample]):
         """The rest of this epoch in batches, by a DataLoader; counts what the trainer has had, and goes to the next epoch at the end.
         `options` are the DataLoader's."""
         loader = DataLoader(self, batch_size=self.batch_size, collate_fn=collate_fn, num_workers=num_workers, **options)
-        iterator = iter(loader)
-        while self.position < len(self):
-            batch = next(iterator)
-            self.position += self.batch_size
-            yield batch
+        self._place(self.epoch, self.position)
+        self._batches = (self.epoch, self.position)
+        try:
+            iterator = iter(loader)
+            while self.position < len(self):
+                batch = next(iterator)
+                self._progress[1] += self.batch_size
+                yield batch
+        finally:
+            self._batches = None
         self.set_epoch(self.epoch + 1)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where training is: goes into the trainer's checkpoint."""
-        return {"epoch": self.epoch, "position": self.position, **self._configuration()}
+        """Where training is: goes into the trainer's checkpoint. ValueError where a DataLoader with workers other than that of batches() reads."""
+        if get_worker_info() is not None or self._progress[2]:
+            raise ValueError("a DataLoader with workers of its own reads this stream, and only batches() knows what the trainer has had: "
+                             "take batches(num_workers=…), or a DataLoader with num_workers=0")  # fmt: skip
+        epochs, position = divmod(self.position, len(self))  # an epoch that was had whole: the beginning of the next
+        return {"epoch": self.epoch + epochs, "position": position, **self._configuration()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on where the checkpoint was written. ValueError names what differs in what decides about the order."""
         self._check(state)
-        self.epoch, self.position = state["epoch"], state["position"]
+        if state["position"] % self.batch_size:
+            raise ValueError(f"position is {state['position']} in the checkpoint, within a batch of {self.batch_size}: only whole batches are gone back to")
+        self._place(state["epoch"], state["position"])
 
     def saved(self, state: dict[str, Any]) -> None:
         """The checkpoint with this state_dict() is safe, and training will go back to none before it. With retain "checkpoint" the samples that it is

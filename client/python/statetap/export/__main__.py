@@ -142,7 +142,7 @@ def _vocab_map(options: argparse.Namespace) -> dict[str, Any]:
     result: dict[str, Any] = {"tokens": int(total.sum()), "distinct": int((total > 0).sum()), "vocab": vocab}
     text = [f"{result['tokens']:,} supervised tokens of {len(source.entries):,} samples, {result['distinct']:,} of {vocab:,} ids"]
     if options.report:
-        result["coverage"], lines = _report(counts)
+        result["coverage"], lines = report(counts)
         text += lines
     if options.against:
         old = read_map(options.against)
@@ -161,7 +161,8 @@ def _vocab_map(options: argparse.Namespace) -> dict[str, Any]:
     return {**result, "text": text}
 
 
-def _report(counts: Counts) -> "tuple[dict[str, dict[str, float]], list[str]]":
+def report(counts: Counts) -> "tuple[dict[str, dict[str, float]], list[str]]":
+    """Share of the counted tokens that maps of several sizes have, by source, and the same as text."""
     sizes = [size for size in REPORTED if size < counts.vocab] or [counts.vocab]
     chosen = {size: choose(counts.total, size)[1] for size in sizes}
     rows = {"all": counts.total, **{source or "(none)": counts.by_source[source] for source in sorted(counts.by_source)}}

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from statetap.errors import missing_package
 from statetap.files import replaced, write_torch
 
 
@@ -63,13 +64,25 @@ def write_frequencies(folder: Path, counts: Counts) -> None:
 
 
 def read_map(path: Path) -> np.ndarray:
-    """t2d of an earlier map: a .npy file of it, or a folder with exactly one."""
+    """t2d of an earlier map: a .npy file of it, a folder with exactly one, or a torch file of d2t and t2d."""
     if path.is_dir():
         found = sorted(path.glob("t2d*.npy"))
         if len(found) != 1:
             raise ValueError(f"{path} holds {len(found)} files t2d*.npy; name the one that is meant")
         path = found[0]
-    t2d: np.ndarray = np.load(path)
+    t2d: np.ndarray = _torch_map(path) if path.suffix == ".pt" else np.load(path)
     if t2d.dtype != bool or t2d.ndim != 1:
         raise ValueError(f"{path} is {t2d.dtype} {t2d.shape}; t2d is a list of truths, one a target token")
+    return t2d
+
+
+def _torch_map(path: Path) -> np.ndarray:
+    try:
+        import torch
+    except ImportError:
+        raise missing_package("torch", "torch", "reading a map from a .pt file") from None
+    held = torch.load(path, weights_only=True)
+    if "t2d" not in held:
+        raise ValueError(f"{path} holds {', '.join(map(str, held))}; a map of d2t and t2d is read")
+    t2d: np.ndarray = held["t2d"].numpy()
     return t2d
