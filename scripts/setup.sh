@@ -34,16 +34,18 @@ fi
 
 if [ "$tests" ]; then
   python=$root/.venv/bin/python3
-  if ! "$python" -c 'import h5py, grpc, grpc_tools, grpc_health, numpy, pyarrow, setuptools, tiktoken' 2>/dev/null; then
-    say "making .venv (numpy, h5py, grpcio, pyarrow, tiktoken)"
+  if ! "$python" -c 'import h5py, grpc, grpc_tools, grpc_health, mypy, numpy, pyarrow, setuptools, tiktoken' 2>/dev/null; then
+    say "making .venv (numpy, h5py, grpcio, pyarrow, tiktoken, mypy)"
     python3 -m venv "$root/.venv"
-    "$python" -m pip install -q --disable-pip-version-check numpy h5py grpcio grpcio-tools grpcio-health-checking protobuf pyarrow 'setuptools>=70.1' tiktoken
+    "$python" -m pip install -q --disable-pip-version-check numpy h5py grpcio grpcio-tools grpcio-health-checking protobuf pyarrow 'setuptools>=70.1' tiktoken \
+      mypy types-grpcio types-protobuf
   fi
 fi
-if [ "${1:-}" = --trainers ] && ! "$root/.venv-trainers/bin/python3" -c 'import speculators, h5py, grpc, grpc_tools' 2>/dev/null; then
+if [ "${1:-}" = --trainers ] && ! "$root/.venv-trainers/bin/python3" -c 'import speculators, h5py, grpc, grpc_tools, mypy' 2>/dev/null; then
   say "making .venv-trainers (torch, speculators, specforge, nvidia-modelopt)"
   python3 -m venv "$root/.venv-trainers"
-  "$root/.venv-trainers/bin/python3" -m pip install -q --disable-pip-version-check 'speculators==0.9.0' pytest h5py grpcio-tools 'setuptools>=77'
+  "$root/.venv-trainers/bin/python3" -m pip install -q --disable-pip-version-check 'speculators==0.9.0' pytest h5py grpcio-tools 'setuptools>=77' \
+    mypy types-grpcio types-protobuf
   # Their readers alone: both pin a torch or transformers of their own, and need little of what they ask for.
   "$root/.venv-trainers/bin/python3" -m pip install -q --disable-pip-version-check --no-deps specforge==0.2.0 nvidia-modelopt==0.47.0
   "$root/.venv-trainers/bin/python3" -m pip install -q --disable-pip-version-check scipy requests omegaconf nvidia-ml-py 'pulp<4'

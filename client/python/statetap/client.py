@@ -171,8 +171,8 @@ class Client:
     def header(self, job: "str | jobs_pb2.Job") -> features_pb2.StreamHeader:
         """What holds for all samples of a job: hidden, layers, boundaries, eps, model, the shards' attributes. OUT_OF_RANGE without a sample."""
         request = features_pb2.GetSamplesRequest(job=_name(job), rows=[0], boundaries=[-1])
-        header: features_pb2.StreamHeader = self._ask(lambda deadline: next(iter(self._get_samples(request, timeout=deadline))).header)
-        return header
+        first: features_pb2.StreamFeaturesResponse = self._ask(lambda deadline: next(iter(self._get_samples(request, timeout=deadline))))
+        return first.header
 
     def fetch(
         self,

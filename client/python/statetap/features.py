@@ -93,7 +93,8 @@ class FeatureStream(IterableDataset[Sample]):
             raise ValueError(
                 f"{len(self._samples)} samples of {', '.join(self.jobs)}" + (f" that {where!r} holds for" if where else "")
                 + f", and {self.world} ranks with batches of {batch_size} take {self.world * batch_size} at a time: give fewer ranks, smaller batches or more samples")  # fmt: skip
-        self._progress = torch.zeros(3, dtype=torch.int64).share_memory_()  # epoch, position, whether workers read that are not of batches()
+        self._progress = torch.zeros(3, dtype=torch.int64)  # epoch, position, whether workers read that are not of batches()
+        self._progress.share_memory_()  # type: ignore[no-untyped-call]
         self._batches: "tuple[int, int] | None" = None  # epoch and position at which batches() began: its workers start late, when the trainer is ahead
         self._acknowledged = 0  # samples of this rank's last epoch
 

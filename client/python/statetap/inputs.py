@@ -116,8 +116,8 @@ def _rows(path: Path) -> Iterator[Prompt]:
         return
     if path.suffix == ".zst":
         raise ValueError(f"{path}: zstd is not read here; `statetap submit` does, or decompress it with zstd -d")
-    with gzip.open(path) if path.suffix == ".gz" else open(path, "rb") as file:
-        for number, line in enumerate(file, 1):
+    with gzip.open(path) if path.suffix == ".gz" else open(path, "rb") as lines:
+        for number, line in enumerate(lines, 1):
             if line.strip():
                 try:
                     yield json.loads(line.decode())
