@@ -1,34 +1,8 @@
 #include "client/lib/stream_config.h"
 
-#include <array>
-#include <utility>
-
 #include "extractor/base/json.h"
 
 namespace statetap {
-namespace {
-
-// Names in the header's attributes.
-constexpr std::array<std::pair<const char*, std::string ShardConfig::*>, 10> kTexts = {{
-    {"job", &ShardConfig::job},
-    {"options", &ShardConfig::options_json},
-    {"producer", &ShardConfig::producer},
-    {"model_name", &ShardConfig::model_name},
-    {"model_digest", &ShardConfig::model_digest},
-    {"quantization", &ShardConfig::quantization},
-    {"rope", &ShardConfig::rope_json},
-    {"tokenizer_digest", &ShardConfig::tokenizer_digest},
-    {"template_name", &ShardConfig::template_name},
-    {"template_digest", &ShardConfig::template_digest},
-}};
-
-constexpr std::array<std::pair<const char*, int ShardConfig::*>, 3> kTokens = {{
-    {"first_special_token", &ShardConfig::first_special},
-    {"think_token", &ShardConfig::think_token},
-    {"think_end_token", &ShardConfig::think_end_token},
-}};
-
-}  // namespace
 
 absl::StatusOr<ShardConfig> ShardConfigOf(const v1::StreamHeader& header) {
   if (header.hidden() < 1 || header.layers() < 1 || header.boundaries().empty())
@@ -40,12 +14,12 @@ absl::StatusOr<ShardConfig> ShardConfigOf(const v1::StreamHeader& header) {
     const absl::StatusOr<Json> attributes = ParseJson(header.attributes_json());
     if (!attributes.ok() || !attributes->is_object())
       return absl::DataLossError("the stream's header has attributes that are no JSON object");
-    for (const auto& [name, field] : kTexts) {
+    for (const auto& [name, field] : kShardTexts) {
       const Json* value = FindMember(*attributes, name);
       if (value == nullptr) continue;
       config.*field = value->is_string() ? value->get<std::string>() : DumpJson(*value);
     }
-    for (const auto& [name, field] : kTokens) {
+    for (const auto& [name, field] : kShardTokens) {
       const Json* value = FindMember(*attributes, name);
       if (value != nullptr && value->is_number_integer()) config.*field = value->get<int>();
     }

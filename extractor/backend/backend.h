@@ -58,6 +58,18 @@ struct Step {
   const StepPlan::Draw* draws = nullptr;
 };
 
+// The sizes of a plan and the rows of one rank; the arrays are the backend's to set.
+inline Step ShapeOf(const StepPlan& plan, bool sharded, int rank, int world) {
+  Step step;
+  step.num_tokens = plan.num_tokens();
+  step.num_seqs = plan.num_seqs;
+  step.pages_per_seq = plan.pages_per_seq;
+  step.num_logit_rows = static_cast<int>(plan.logit_rows.size());
+  step.sharded = sharded;
+  step.own = sharded ? ShardOfRows(step.num_tokens, rank, world) : RowRange{0, step.num_tokens};
+  return step;
+}
+
 // partial[t] = table[ids[t] − vocab_begin] where that row is this rank's, else 0.
 struct EmbedParams {
   const Weight& table;  // [local vocab, hidden]

@@ -1,7 +1,6 @@
 #include "extractor/shard/sample_check.h"
 
 #include <algorithm>
-#include <initializer_list>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -68,18 +67,8 @@ absl::Status CheckConfig(const ShardConfig& config) {
       return wrong(fmt::format("boundary {} is not above the one before; list them ascending once",
                                boundary));
   }
-  for (const auto& [name, text] : std::initializer_list<std::pair<const char*, const std::string&>>{
-           {"job", config.job},
-           {"model_name", config.model_name},
-           {"model_digest", config.model_digest},
-           {"quantization", config.quantization},
-           {"rope", config.rope_json},
-           {"tokenizer_digest", config.tokenizer_digest},
-           {"template_name", config.template_name},
-           {"template_digest", config.template_digest},
-           {"options", config.options_json},
-           {"producer", config.producer}})
-    STATETAP_RETURN_IF_ERROR(CheckText(name, text));
+  for (const auto& [name, field] : kShardTexts)
+    STATETAP_RETURN_IF_ERROR(CheckText(name, config.*field));
   return absl::OkStatus();
 }
 

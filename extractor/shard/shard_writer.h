@@ -54,6 +54,33 @@ struct ShardConfig {
   std::string producer;      // "statetap 0.1.0"
 };
 
+// Its texts and tokens by the names that a file's root attributes and a stream's header give them.
+struct ShardText {
+  std::string_view name;
+  std::string ShardConfig::*field;
+};
+inline constexpr ShardText kShardTexts[] = {
+    {"job", &ShardConfig::job},
+    {"options", &ShardConfig::options_json},
+    {"producer", &ShardConfig::producer},
+    {"model_name", &ShardConfig::model_name},
+    {"model_digest", &ShardConfig::model_digest},
+    {"quantization", &ShardConfig::quantization},
+    {"rope", &ShardConfig::rope_json},
+    {"tokenizer_digest", &ShardConfig::tokenizer_digest},
+    {"template_name", &ShardConfig::template_name},
+    {"template_digest", &ShardConfig::template_digest},
+};
+struct ShardToken {
+  std::string_view name;
+  int ShardConfig::*field;  // not in files from before there were statistics by class: -1
+};
+inline constexpr ShardToken kShardTokens[] = {
+    {"first_special_token", &ShardConfig::first_special},
+    {"think_token", &ShardConfig::think_token},
+    {"think_end_token", &ShardConfig::think_end_token},
+};
+
 struct ShardSummary {
   std::filesystem::path path;
   int64_t samples = 0, rows = 0, bytes = 0;

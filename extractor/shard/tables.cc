@@ -43,32 +43,6 @@ absl::Status ReadColumn(const Hdf5File& file, std::string_view path,
   return absl::OkStatus();
 }
 
-struct ConfigText {
-  std::string_view name;
-  std::string ShardConfig::*field;
-};
-constexpr ConfigText kConfigTexts[] = {
-    {"job", &ShardConfig::job},
-    {"options", &ShardConfig::options_json},
-    {"producer", &ShardConfig::producer},
-    {"model_name", &ShardConfig::model_name},
-    {"model_digest", &ShardConfig::model_digest},
-    {"quantization", &ShardConfig::quantization},
-    {"rope", &ShardConfig::rope_json},
-    {"tokenizer_digest", &ShardConfig::tokenizer_digest},
-    {"template_name", &ShardConfig::template_name},
-    {"template_digest", &ShardConfig::template_digest},
-};
-// Written since the statistics by class; -1, not known, where a file does not have them.
-struct ConfigToken {
-  std::string_view name;
-  int ShardConfig::*field;
-};
-constexpr ConfigToken kConfigTokens[] = {
-    {"first_special_token", &ShardConfig::first_special},
-    {"think_token", &ShardConfig::think_token},
-    {"think_end_token", &ShardConfig::think_end_token},
-};
 constexpr std::string_view kDtypes[] = {"bfloat16", "float8_e4m3", "none"};  // as StatesDtype
 constexpr std::string_view kThinking = "thinking", kInstant = "instant";
 
@@ -256,9 +230,9 @@ absl::Status WriteConfig(Hdf5File* file, const ShardConfig& config) {
   }
   STATETAP_RETURN_IF_ERROR(file->SetAttribute("format", kShardFormat));
   STATETAP_RETURN_IF_ERROR(file->SetAttribute("version", kShardVersion));
-  for (const ConfigText& text : kConfigTexts)
+  for (const ShardText& text : kShardTexts)
     STATETAP_RETURN_IF_ERROR(file->SetAttribute(text.name, config.*text.field));
-  for (const ConfigToken& token : kConfigTokens)
+  for (const ShardToken& token : kShardTokens)
     STATETAP_RETURN_IF_ERROR(file->SetAttribute(token.name, int64_t{config.*token.field}));
   STATETAP_RETURN_IF_ERROR(
       file->SetAttribute("template_mode", config.thinking ? kThinking : kInstant));
@@ -287,10 +261,10 @@ absl::StatusOr<ShardConfig> ReadConfig(const Hdf5File& file) {
   STATETAP_ASSIGN_OR_RETURN(const int64_t complete, file.IntAttribute("complete"));
   if (complete != 1) return Wrong("the shard was not finished");
   ShardConfig config;
-  for (const ConfigText& text : kConfigTexts) {
+  for (const ShardText& text : kShardTexts) {
     STATETAP_ASSIGN_OR_RETURN(config.*text.field, file.StringAttribute(text.name));
   }
-  for (const ConfigToken& token : kConfigTokens) {
+  for (const ShardToken& token : kShardTokens) {
     if (!file.HasAttribute(token.name)) continue;
     STATETAP_ASSIGN_OR_RETURN(const int64_t id, file.IntAttribute(token.name));
     if (id < -1 || id > std::numeric_limits<int32_t>::max())

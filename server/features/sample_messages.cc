@@ -51,26 +51,15 @@ v1::StreamHeader HeaderOf(const JobRecord& job, const ShardConfig& config,
   header.set_rms_norm_eps(config.rms_norm_eps);
   header.set_model_digest(config.model_digest);
   header.set_model_name(config.model_name);
-  const Json attributes = {{"job", config.job},
-                           {"model_name", config.model_name},
-                           {"model_digest", config.model_digest},
-                           {"quantization", config.quantization},
-                           {"hidden", config.hidden},
-                           {"layers", config.layers},
-                           {"boundaries", config.boundaries},
-                           {"rms_norm_eps", config.rms_norm_eps},
-                           {"inner_eps", config.inner_eps},
-                           {"rope", config.rope_json},
-                           {"tokenizer_digest", config.tokenizer_digest},
-                           {"template_name", config.template_name},
-                           {"template_digest", config.template_digest},
-                           {"template_mode", config.thinking ? "thinking" : "instant"},
-                           {"first_special_token", config.first_special},
-                           {"think_token", config.think_token},
-                           {"think_end_token", config.think_end_token},
-                           {"dtype", NameOf(config.dtype)},
-                           {"options", config.options_json},
-                           {"producer", config.producer}};
+  Json attributes = {{"hidden", config.hidden},
+                     {"layers", config.layers},
+                     {"boundaries", config.boundaries},
+                     {"rms_norm_eps", config.rms_norm_eps},
+                     {"inner_eps", config.inner_eps},
+                     {"template_mode", config.thinking ? "thinking" : "instant"},
+                     {"dtype", NameOf(config.dtype)}};
+  for (const auto& [name, field] : kShardTexts) attributes[std::string(name)] = config.*field;
+  for (const auto& [name, field] : kShardTokens) attributes[std::string(name)] = config.*field;
   header.set_attributes_json(DumpJson(attributes));
   return header;
 }

@@ -98,14 +98,7 @@ void CpuBackend::PlanScratch(const Limits& limits) {
 }
 
 Step CpuBackend::Begin(const StepPlan& plan, bool sharded) {
-  Step step;
-  step.num_tokens = plan.num_tokens();
-  step.num_seqs = plan.num_seqs;
-  step.pages_per_seq = plan.pages_per_seq;
-  step.num_logit_rows = static_cast<int>(plan.logit_rows.size());
-  step.sharded = sharded;
-  step.own = sharded ? ShardOfRows(step.num_tokens, communicator_.rank(), communicator_.world())
-                     : RowRange{0, step.num_tokens};
+  Step step = ShapeOf(plan, sharded, communicator_.rank(), communicator_.world());
   step.ids = plan.ids.data();
   step.positions = plan.positions.data();
   step.sequence = plan.sequence.data();

@@ -218,14 +218,7 @@ Step CudaBackend::Begin(const StepPlan& asked, bool sharded) {
     if (!values.empty()) std::memcpy(host + at, values.data(), values.size() * sizeof(Value));
     return reinterpret_cast<const Value*>(device + at);
   };
-  Step step;
-  step.num_tokens = plan.num_tokens();
-  step.num_seqs = plan.num_seqs;
-  step.pages_per_seq = plan.pages_per_seq;
-  step.num_logit_rows = static_cast<int>(plan.logit_rows.size());
-  step.sharded = sharded;
-  step.own = sharded ? ShardOfRows(step.num_tokens, communicator_.rank(), communicator_.world())
-                     : RowRange{0, step.num_tokens};
+  Step step = ShapeOf(plan, sharded, communicator_.rank(), communicator_.world());
   step.ids = put(plan.ids, ids);
   step.positions = put(plan.positions, positions);
   step.sequence = put(plan.sequence, sequence);
