@@ -5,7 +5,7 @@
 #include <algorithm>
 #include <set>
 #include <system_error>
-#include <utility>
+#include <tuple>
 
 #include "extractor/base/file.h"
 #include "extractor/base/log.h"
@@ -63,13 +63,13 @@ absl::StatusOr<std::filesystem::path> ShardFolders::PathFor(
   while (true) {
     const std::vector<Root> roots = this->roots();
     const Root* best = nullptr;
-    std::pair<bool, uintmax_t> best_has;  // idle with room, free bytes
+    std::tuple<bool, std::ptrdiff_t, uintmax_t> best_has;  // room, how idle, free bytes
     for (size_t i = 0; i < roots.size(); ++i) {
       if (!roots[i].failure.empty()) continue;
-      const bool idle =
-          std::ranges::none_of(busy, [&](const auto& path) { return RootOf(path) == i; });
+      const std::ptrdiff_t busy_here =
+          std::ranges::count_if(busy, [&](const auto& path) { return RootOf(path) == i; });
       const uintmax_t free = Available(roots[i].path);
-      const std::pair has(idle && free >= static_cast<uintmax_t>(bytes), free);
+      const std::tuple has(free >= static_cast<uintmax_t>(bytes), -busy_here, free);
       if (best != nullptr && has <= best_has) continue;
       best = &roots[i];
       best_has = has;

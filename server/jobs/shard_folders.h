@@ -21,9 +21,9 @@ class ShardFolders {
   // No roots: <data>/shards.
   ShardFolders(std::filesystem::path data, std::vector<std::filesystem::path> roots);
 
-  // A shard of about `bytes` to be written now: on the root with the most free space of those in
-  // use that have room for it and hold none of the shards that are `busy`; where there is none, on
-  // the one with the most free space. In a folder that is made where it is missing.
+  // A shard of about `bytes` to be written now: on a root in use that has room for it; of those, on
+  // one that holds the fewest of the shards that are `busy`; of those, on the one with the most
+  // free space. Where none has room, likewise. In a folder that is made where it is missing.
   absl::StatusOr<std::filesystem::path> PathFor(const std::string& job, int64_t seq,
                                                 int64_t bytes = 0,
                                                 std::span<const std::filesystem::path> busy = {});

@@ -241,15 +241,15 @@ TEST(JobRunnerTest, RetryRunsRejectedSamplesOfEndedAndRunningJobs) {
 
 TEST(JobRunnerTest, ASmallJobBesideALargeOneFinishesSoonAndAHigherPriorityFirst) {
   JobHarness harness;
-  harness.engine->faults.step = std::chrono::milliseconds(1);
+  harness.engine->faults.step = std::chrono::milliseconds(2);
   harness.Run();
   ASSERT_OK_AND_ASSIGN(const JobRecord large, harness.Submit(Options(), Chats(2000)));
   harness.WaitUntil(large, [](const JobRecord& now) { return now.state == JobState::kRunning; });
   ASSERT_OK_AND_ASSIGN(const JobRecord small, harness.Submit(Options(1 << 20), Chats(10)));
   const JobRecord done = harness.WaitForEnd(small);
   EXPECT_EQ(done.counts.stored, 10);
-  EXPECT_LT(harness.runner->LiveOf(large.key).captured, 200);
-  // Ten of the same size at once: the one of higher priority is through before the others.
+  EXPECT_LT(harness.runner->LiveOf(large.key).captured, 1000);
+  // Of several at once the one of higher priority is through before the others.
   ASSERT_OK(harness.runner->Cancel(large));
   std::vector<JobRecord> equals;
   for (int i = 0; i < 4; ++i) {
@@ -262,9 +262,8 @@ TEST(JobRunnerTest, ASmallJobBesideALargeOneFinishesSoonAndAHigherPriorityFirst)
   options.set_name("urgent");
   options.set_priority(5);
   ASSERT_OK_AND_ASSIGN(const JobRecord urgent, harness.Submit(options, Chats(30)));
-  harness.WaitForEnd(urgent);
-  for (const JobRecord& job : equals)
-    EXPECT_EQ(NameOf(harness.store->GetJob(job.key)->state), "running");
+  const int64_t ended_ms = harness.WaitForEnd(urgent).ended_ms;
+  for (const JobRecord& job : equals) EXPECT_GT(harness.WaitForEnd(job).ended_ms, ended_ms);
   options.set_priority(101);
   options.set_name("too urgent");
   EXPECT_THAT(harness.Submit(options, Chats(1)),
@@ -542,8 +541,10 @@ TEST(JobRunnerTest, AShardGoesToADiskThatIsIdleAndHasRoom) {
   };
   EXPECT_NE(next(1, {first}).parent_path(), first.parent_path());
   EXPECT_EQ(next(1, {next(1, {first})}).parent_path(), first.parent_path());
-  // Busy both, or without room: one of them all the same.
-  EXPECT_FALSE(next(1, {first, next(1, {first})}).empty());
+  // Where all are busy, to the one with the fewest on their way; without room, to one all the same.
+  const auto second = next(1, {first});
+  EXPECT_NE(next(1, {first, second, first}).parent_path(), first.parent_path());
+  EXPECT_NE(next(1, {second, first, second}).parent_path(), second.parent_path());
   EXPECT_FALSE(next(int64_t{1} << 60, {first}).empty());
 }
 
