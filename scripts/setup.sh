@@ -42,12 +42,12 @@ if [ "$tests" ]; then
   fi
 fi
 if [ "${1:-}" = --trainers ] && ! "$root/.venv-trainers/bin/python3" -c 'import speculators, h5py, grpc, grpc_tools, mypy' 2>/dev/null; then
-  say "making .venv-trainers (torch, speculators, specforge, nvidia-modelopt)"
+  say "making .venv-trainers (torch, speculators, specforge, nvidia-modelopt, angelslim)"
   python3 -m venv "$root/.venv-trainers"
   "$root/.venv-trainers/bin/python3" -m pip install -q --disable-pip-version-check 'speculators==0.9.0' pytest h5py grpcio-tools 'setuptools>=77' \
     mypy types-grpcio types-protobuf
-  # Their readers alone: both pin a torch or transformers of their own, and need little of what they ask for.
-  "$root/.venv-trainers/bin/python3" -m pip install -q --disable-pip-version-check --no-deps specforge==0.2.0 nvidia-modelopt==0.47.0
+  # Their readers alone: they pin a torch or transformers of their own, and need little of what they ask for.
+  "$root/.venv-trainers/bin/python3" -m pip install -q --disable-pip-version-check --no-deps specforge==0.2.0 nvidia-modelopt==0.47.0 angelslim==0.5.0
   "$root/.venv-trainers/bin/python3" -m pip install -q --disable-pip-version-check scipy requests omegaconf nvidia-ml-py 'pulp<4'
   "$root/.venv-trainers/bin/python3" -m pip install -q --disable-pip-version-check "$root/client/python[all]"
 fi

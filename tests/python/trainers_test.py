@@ -1,12 +1,16 @@
 """The trainers' own packages on what Statetap gives them: needs .venv-trainers (scripts/setup.sh --trainers). Run by ctest as package_test.py is."""
 import contextlib
+import importlib.util
 import json
 import pickle
 import subprocess
 import sys
 import threading
+import types
 import unittest
+import unittest.mock
 import urllib.request
+import warnings
 from pathlib import Path
 
 try:
@@ -33,7 +37,8 @@ def setUpModule():
     global served, job, stored, reference
     served = Served()
     served.__enter__()
-    job = served.run(PROMPTS[:16], name="all", temperature=0, max_new_tokens=16)
+    prompts = [{**prompt, "source": ("code", "chat")[n % 2]} for n, prompt in enumerate(PROMPTS[:16])]
+    job = served.run(prompts, name="all", temperature=0, max_new_tokens=16)
     stored = by_h5py(job.shards_path)
     reference = ROOT / "tests/data/reference/tiny-kimi.safetensors"
     # 2 to 65 tokens of the sequences that transformers was run on, whole
@@ -119,6 +124,8 @@ class SpeculatorsTest(unittest.TestCase):
                     self.assertTrue(torch.equal(there[name], here[name]), f"row {row} {name}")
             transfer._server = "127.0.0.1:1"
             transfer._client = None
+        fewer = export("speculators", "all", served.folder / "fewer-taps", "--rows-only", "--taps", "2,4")
+        self.assertEqual(StatetapTransfer(fewer, served.address, served.folder / "cache").get_cached(0)["hidden_states"].shape[1], 3, "not the cached row of other taps")
 
     def train(self, data, *more):
         """(losses_of, folder of the last checkpoint)"""
@@ -165,6 +172,9 @@ class SpeculatorsTest(unittest.TestCase):
         told = json.loads(run("-m", "statetap.accept", folder, "--data", job.shards_path, "--model", MODEL, "--json", "--by", "source"))
         self.assertEqual(told["all"]["drafts"][0], sum(int(x["mask"][2:].sum()) for x in stored.values()))
         self.assertGreater(told["all"]["length"], 1.0)
+        sources = [row for name, row in told.items() if name != "all"]
+        self.assertEqual(len(sources), len({sample.source for sample in served.client.samples(job)}))
+        self.assertEqual([sum(row["drafts"][step] for row in sources) for step in range(3)], told["all"]["drafts"])
 
 
 class TorchFilesTest(unittest.TestCase):
@@ -208,14 +218,60 @@ class TorchFilesTest(unittest.TestCase):
         both = torch.load(out / "vocab_mapping-40.pt", weights_only=True)
         self.assertTrue(torch.equal(both["d2t"], d2t) and torch.equal(both["t2d"], t2d))
 
-    def test_heads_open(self):
+        for old in (out / "vocab_mapping-40.pt", out / "t2d-40.npy"):
+            told = json.loads(run("-m", "statetap.export", "vocab-map", "all", "--server", served.address, "--against", old, "--json", "--quiet"))
+            self.assertEqual((told["against"]["size"], told["against"]["kept"]), (40, 40))
+
+    def test_stats_by_the_command_line_reads_torch_files(self):
+        with unittest.mock.patch.dict("os.environ", {"STATETAP_PYTHON": sys.executable}):
+            for format in ("specforge", "modelopt"):
+                out = export(format, "all", served.folder / f"stats-{format}")
+                told = json.loads(served.cli("--json", "stats", "--as", format, out, "--model", MODEL).stdout)
+                self.assertEqual((told["files"], told["post_norm"], told["faults"]), (16, format == "specforge", []))
+                for path in out.rglob("*.ckpt" if format == "specforge" else "*.pt"):  # as if it had been written for the other kind of trainer
+                    held = torch.load(path, weights_only=True)
+                    name = "hidden_state" if format == "specforge" else "hidden_states"
+                    bits = held[name].reshape(-1, HIDDEN).view(torch.int16).numpy().view(np.uint16)
+                    other = torch.from_numpy((Checkpoint(MODEL).final_norm(bits)).view(np.int16)).view(torch.bfloat16)
+                    if format == "specforge":
+                        norm = torch.from_numpy(statetap.float32(Checkpoint(MODEL).bits("model.norm.weight")))
+                        other = (held[name].float() / norm * 7).bfloat16()  # not normed: another size at each token
+                    torch.save({**held, name: other.reshape(held[name].shape)}, path)
+                faults = served.cli("--json", "stats", "--as", format, out, "--model", MODEL, expect=1)
+                self.assertIn("the final norm", json.loads(faults.stdout)["faults"][-1])
+
+
+class HeadTest(unittest.TestCase):
+    """The head's folder by each trainer's own code: the values of the checkpoint, and the base model's next tokens."""
+
+    def out(self, flat):
+        out = served.folder / f"{self._testMethodName}-{flat}"
+        run("-m", "statetap.export", "export", "--to", "head", "--model", MODEL, "--out", out, *(["--flat"] if flat else []))
+        return out
+
+    def test_its_config_opens(self):
         from transformers import AutoConfig
 
         for flat in (False, True):
-            out = served.folder / f"head{flat}"
-            run("-m", "statetap.export", "export", "--to", "head", "--model", MODEL, "--out", out, *(["--flat"] if flat else []))
-            config = AutoConfig.from_pretrained(out)
+            config = AutoConfig.from_pretrained(self.out(flat))
             self.assertEqual((getattr(config, "text_config", config).hidden_size, config.model_type), (HIDDEN, "deepseek_v3" if flat else "kimi_k25"))
+
+    def test_specforge_loads_it(self):
+        try:
+            from specforge.modeling.target.target_head import TargetHead
+        except ImportError as error:
+            self.skipTest(f"specforge is not there: {error}")
+        head = TargetHead.from_pretrained(str(self.out(True)), lm_head_key="lm_head.weight")
+        np.testing.assert_array_equal(head.fc.weight.detach().float().numpy(), statetap.float32(Checkpoint(MODEL).bits("lm_head.weight")))
+
+    def test_model_optimizer_loads_it(self):
+        try:
+            from modelopt.torch.speculative.plugins.modeling_fakebase import FakeBaseModel
+        except ImportError as error:
+            self.skipTest(f"nvidia-modelopt is not there: {error}")
+        base, model = FakeBaseModel.from_source(str(self.out(False))), Checkpoint(MODEL)
+        for tensor, name in ((base.lm_head.weight, "lm_head.weight"), (base.embed_tokens.weight, "embed_tokens.weight"), (base.norm.weight, "model.norm.weight")):
+            np.testing.assert_array_equal(tensor.detach().float().numpy(), statetap.float32(model.bits(name)))
 
 
 class SpecForgeTest(unittest.TestCase):
@@ -261,7 +317,74 @@ class ModelOptimizerTest(unittest.TestCase):
             np.testing.assert_array_equal(outputs["aux_hidden_states"][b, :n, HIDDEN : 2 * HIDDEN].float().numpy(), truth[TAPS[1]])
 
 
+class AngelSlimTest(unittest.TestCase):
+    def test_its_data_set_reads_the_files(self):
+        found = importlib.util.find_spec("angelslim")
+        if found is None:
+            self.skipTest("angelslim is not there")
+        # The wheel of 0.5.0 lacks compressor/qat, which the packages above its reader import: they are left out.
+        parts = ["angelslim", *"compressor speculative train data dataset_builder".split()]
+        for name in (".".join(parts[: n + 1]) for n in range(len(parts))):
+            package = types.ModuleType(name)
+            package.__path__ = [str(Path(found.origin).parent.joinpath(*name.split(".")[1:]))]
+            sys.modules[name] = package
+        from angelslim.compressor.speculative.train.data.data_utils import DataCollatorWithPadding
+        from angelslim.compressor.speculative.train.data.dataset_builder.offline_dataset_builder import OfflineEagle3Dataset
+
+        out, model = export("angelslim", "all", served.folder / "angelslim-reader"), Checkpoint(MODEL)
+        rows = [json.loads(line) for line in (out / "statetap-rows.jsonl").read_text().splitlines()]
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # it warns of a file that it cannot read, and takes the next
+            data = OfflineEagle3Dataset(str(out))
+            batch = DataCollatorWithPadding()([data[row] for row in range(len(rows))])
+        for b, row in enumerate(rows):
+            truth = stored[row["id"]]
+            n = len(truth["ids"])
+            self.assertEqual(batch["input_ids"][b, :n].tolist(), truth["ids"].tolist())
+            self.assertEqual(batch["loss_mask"][b, :n].tolist(), truth["mask"].tolist())
+            np.testing.assert_array_equal(batch["hidden_states"][b, :n, HIDDEN : 2 * HIDDEN].float().numpy(), truth[TAPS[1]])
+            bits = torch.from_numpy(truth[LAYERS]).bfloat16().view(torch.int16).numpy().view(np.uint16)
+            np.testing.assert_array_equal(batch["target_hiddens"][b, :n].float().numpy(), statetap.float32(model.final_norm(bits)))
+
+
 class AcceptTest(unittest.TestCase):
+    def test_every_published_naming_is_read_alike(self):
+        config = drafter.DrafterConfig(hidden=HIDDEN, intermediate=64, num_heads=4, num_kv_heads=2, head_dim=32, vocab=2304, draft_vocab=100, num_taps=3, eps=1e-5,
+                                       rope={"rope_theta": 10000.0})  # fmt: skip
+        torch.manual_seed(0)
+        model, published = Checkpoint(MODEL), served.folder / "published"
+        t2d = torch.zeros(2304, dtype=torch.bool)
+        t2d[100:200] = True
+        made = drafter.Drafter(config, torch.from_numpy(statetap.float32(model.bits("embed_tokens.weight"))))
+        made.d2t += 100
+        drafter.save(made, published, list(TAPS), t2d)
+        named = load_file(published / "model.safetensors")
+        self.assertTrue(any(name.startswith("midlayer.") for name in named))
+        sample = served.client.sample(job, PROMPTS[0]["id"]).torch()
+        renames = {"SafeAILab": lambda name: name, "vLLM": lambda name: "model." * (not name.startswith(("lm_head", "d2t", "t2d"))) + name.replace("midlayer", "layers.0"),
+                   "speculators": lambda name: name.replace("midlayer", "layers.0")}  # fmt: skip
+        expected = drafter.load(published, model)(sample.taps, sample.input_ids, 2)
+        self.assertEqual(drafter.load(published, model).target_ids(torch.arange(100)).tolist(), list(range(100, 200)))
+        for style, rename in renames.items():
+            for form in ("safetensors", "bin"):
+                folder = served.folder / f"{style}-{form}"
+                folder.mkdir()
+                (folder / "config.json").write_text((published / "config.json").read_text())
+                tensors = {rename(name): tensor for name, tensor in named.items()}
+                save_file(tensors, folder / "model.safetensors") if form == "safetensors" else torch.save(tensors, folder / "pytorch_model.bin")
+                for got, logits in zip(drafter.load(folder, model)(sample.taps, sample.input_ids, 2), expected, strict=True):
+                    self.assertTrue(torch.equal(got, logits), f"{style} {form}")
+
+    def test_what_cannot_be_measured_is_said(self):
+        folder = served.folder / "no-drafter"
+        folder.mkdir()
+        (folder / "config.json").write_text((MODEL / "config.json").read_text())
+        self.assertIn("neither a safetensors nor a .bin file", run("-m", "statetap.accept", folder, "--data", job.shards_path, expect=2))
+        for name, text in (("midlayer.self_attn.kv_a_proj_with_mqa.weight", "MLA attention"), ("fc_norm.0.weight", "norms each tap on its own")):
+            save_file({"fc.weight": torch.zeros(1), "lm_head.weight": torch.zeros(1), name: torch.zeros(1)}, folder / "model.safetensors")
+            self.assertIn(text, run("-m", "statetap.accept", folder, "--data", job.shards_path, expect=2))
+        self.assertIn("no fc.weight: it is no EAGLE-3 drafter", run("-m", "statetap.accept", MODEL, "--data", job.shards_path, expect=2))
+
     def test_samples_that_lie_one_after_another_are_drafted_as_each_alone(self):
         config = drafter.DrafterConfig(hidden=HIDDEN, intermediate=64, num_heads=4, num_kv_heads=2, head_dim=32, vocab=2304, draft_vocab=100, num_taps=3, eps=1e-5,
                                        rope={"rope_theta": 10000.0})  # fmt: skip

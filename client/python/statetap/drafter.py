@@ -192,19 +192,15 @@ def _rope(c: DrafterConfig) -> "tuple[torch.Tensor, float]":
 
 
 def load(folder: "str | Path", model: "Checkpoint | None" = None) -> Drafter:
-    """A drafter's folder: config.json and safetensors in the naming of SafeAILab, SpecForge and SGLang (midlayer.…), of vLLM exports or of speculators
+    """A drafter's folder: config.json and safetensors (or .bin) files in the naming of SafeAILab, SpecForge and SGLang (midlayer.…), of vLLM exports or of speculators
     (layers.0.…). `model` gives the embeddings where the drafter has none. ValueError names what does not fit."""
     folder = Path(folder)
     raw = json.loads((folder / "config.json").read_text())
     tensors = _tensors(folder)
-    if any("kv_a_proj" in name for name in tensors):
-        raise ValueError(f"{folder} is a drafter with MLA attention; drafters with Llama attention are read")
-    if "fc.weight" not in tensors:
-        raise ValueError(f"{folder} has no fc.weight: it is no EAGLE-3 drafter")
-    config = DrafterConfig.read({**raw, "norm_before_fc": "input_norm.weight" in tensors})
-    unknown_norms = [name for name in tensors if name.startswith("fc_norm.")]
-    if unknown_norms:
-        raise ValueError(f"{folder} norms each tap on its own ({unknown_norms[0]}), which is not read")
+    try:
+        config = DrafterConfig.read({**raw, "norm_before_fc": "input_norm.weight" in tensors})
+    except KeyError as error:
+        raise ValueError(f"{folder}/config.json has no {error.args[0]}, which a Llama layer's config has") from None
     config = DrafterConfig(**{**config.__dict__, "num_taps": tensors["fc.weight"].shape[1] // config.hidden, "draft_vocab": tensors["lm_head.weight"].shape[0]})
     embeddings = tensors.pop("embed_tokens.weight", None)
     if embeddings is None:
@@ -241,15 +237,31 @@ def save(drafter: Drafter, folder: "str | Path", tap_boundaries: "list[int]", t2
 
 
 def _tensors(folder: Path) -> "dict[str, torch.Tensor]":
-    found = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        for name in read_header(path)[0]:
-            if name != "__metadata__":
-                values, dtype = read_tensor(path, name)
-                found[name.removeprefix("model.").replace("midlayer.", "layers.0.")] = _float(np.array(values), dtype)
-    if not found:
-        raise FileNotFoundError(f"{folder} has no safetensors file")
+    """By the names of layers.0.…, whichever way they are published."""
+    places = {name: path for path in sorted(folder.glob("*.safetensors")) for name in read_header(path)[0] if name != "__metadata__"}
+    held: "dict[str, torch.Tensor]" = {}
+    for path in () if places else sorted(folder.glob("*.bin")):  # SafeAILab's
+        held |= torch.load(path, map_location="cpu", weights_only=True)
+    names = {name: name.removeprefix("model.").replace("midlayer.", "layers.0.") for name in (*places, *held)}
+    _refuse_unknown(folder, set(names.values()))
+    found = {names[name]: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in held.items()}
+    for name, path in places.items():
+        values, dtype = read_tensor(path, name)
+        found[names[name]] = _float(np.array(values), dtype)
     return found
+
+
+def _refuse_unknown(folder: Path, names: "set[str]") -> None:
+    if not names:
+        raise FileNotFoundError(f"{folder} has neither a safetensors nor a .bin file")
+    missing = [name for name in ("fc.weight", "lm_head.weight") if name not in names]
+    if missing:
+        raise ValueError(f"{folder} has no {missing[0]}: it is no EAGLE-3 drafter")
+    if any("kv_a_proj" in name for name in names):
+        raise ValueError(f"{folder} is a drafter with MLA attention; drafters with Llama attention are read")
+    norms = sorted(name for name in names if name.startswith("fc_norm."))
+    if norms:
+        raise ValueError(f"{folder} norms each tap on its own ({norms[0]}), which is not read")
 
 
 def _float(values: np.ndarray, dtype: str) -> torch.Tensor:

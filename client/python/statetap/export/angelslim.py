@@ -1,4 +1,4 @@
-"""AngelSlim, offline files (commit 67394ce).
+"""AngelSlim 0.5, offline files (OfflineEagle3Dataset).
 
 Shift: none. Norm: the final state is normed. One torch file a sample: input_ids int64 [1, S], loss_mask int64 [1, S],
 hidden_states bf16 [1, S, taps * hidden], target_hiddens bf16 [1, S, hidden]. Its loader takes the next file for one that it cannot read.

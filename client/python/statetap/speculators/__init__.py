@@ -9,6 +9,7 @@ under a training run.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -34,10 +35,13 @@ class StatetapTransfer(HiddenStatesTransfer):
         configuration = json.loads(manifest.read_text())
         self._boundaries = [*configuration["taps"], configuration["final_boundary"]]
         self._rows = [(row["job"], row["id"]) for row in map(json.loads, rows.read_text().splitlines())]
-        self._server, self._cache = server, cache
+        self._server = server
         self._client: Client | None = None
+        self._cache: Path | None = None
         if cache is not None:
-            cache.mkdir(parents=True, exist_ok=True)
+            # A folder an export: rows of another one have other taps, or other samples, under the same numbers.
+            self._cache = cache / hashlib.sha256(manifest.read_bytes()).hexdigest()[:16]
+            self._cache.mkdir(parents=True, exist_ok=True)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_client": None}
