@@ -90,7 +90,8 @@ class GrowingJobTest(unittest.TestCase):
     """What docs/trainers.md says of a job that still runs, each on one that is sure not to end."""
 
     def setUp(self):
-        self.served = self.enterContext(Stalled())
+        self.served = Stalled().__enter__()
+        self.addCleanup(self.served.__exit__)
         self.stored = {sample.id for sample in self.served.client.samples("growing")}
         self.assertTrue(0 < len(self.stored) < len(Stalled.SAMPLES), self.stored)
 

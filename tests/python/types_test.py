@@ -25,12 +25,17 @@ ignore_errors = true
 
 
 class TypesTest(unittest.TestCase):
-    def mypy(self, *arguments):
+    @classmethod
+    def setUpClass(cls):
+        folder = tempfile.TemporaryDirectory(prefix="statetap-types-")
+        cls.addClassCleanup(folder.cleanup)
+        cls.folder = folder.name
         config = (Path(os.environ["STATETAP_ROOT"]) / "client/python/pyproject.toml").read_text()
-        with tempfile.TemporaryDirectory(prefix="statetap-types-") as folder:
-            (Path(folder) / "pyproject.toml").write_text(config + (NO_TORCH if importlib.util.find_spec("torch") is None else ""))
-            environment = {**os.environ, "MYPYPATH": os.environ["PYTHONPATH"]}
-            return subprocess.run([sys.executable, "-m", "mypy", "--cache-dir", "cache", *arguments], cwd=folder, env=environment, capture_output=True, text=True)
+        (Path(cls.folder) / "pyproject.toml").write_text(config + (NO_TORCH if importlib.util.find_spec("torch") is None else ""))
+
+    def mypy(self, *arguments):
+        environment = {**os.environ, "MYPYPATH": os.environ["PYTHONPATH"]}
+        return subprocess.run([sys.executable, "-m", "mypy", "--cache-dir", "cache", *arguments], cwd=self.folder, env=environment, capture_output=True, text=True)
 
     def test_the_package_is_typed(self):
         checked = self.mypy("-p", "statetap")
