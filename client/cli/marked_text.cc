@@ -6,11 +6,13 @@
 namespace statetap {
 namespace {
 
-// By SurpriseOf, of the 256 colours: the more surprising, the redder. 0: none.
+// By SurpriseOf, of the 256 colours: the more surprising, the redder. 0: none. The text on them is
+// white, whatever the terminal's own colours are.
 constexpr int kBackgrounds[] = {0, 58, 94, 88};
+constexpr std::string_view kWhite = "38;5;231";
 
 std::string OnBackground(std::string_view text, int background) {
-  return fmt::format("\x1b[48;5;{}m{}\x1b[49m", background, text);
+  return fmt::format("\x1b[48;5;{};{}m{}\x1b[49;39m", background, kWhite, text);
 }
 
 class Writer {
@@ -28,12 +30,17 @@ class Writer {
 
   void Background(int background) {
     if (background == background_) return;
-    out_ += background == 0 ? "\x1b[49m" : fmt::format("\x1b[48;5;{}m", background);
     background_ = background;
+    if (background != 0) {
+      out_ += fmt::format("\x1b[48;5;{};{}{}m", background, kWhite, supervised_ ? ";4" : "");
+    } else {
+      out_ += "\x1b[49;24m";
+      Colour();
+    }
   }
 
   void Special(std::string_view text) {
-    if (!style_.colour) return Text(text);
+    if (!style_.colour || background_ != 0) return Text(text);
     out_ += supervised_ ? "\x1b[35;4m" : "\x1b[35m";
     Text(text);
     if (supervised_) out_ += "\x1b[24m";

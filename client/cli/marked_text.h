@@ -24,7 +24,9 @@ struct MarkedTextStyle {
   // Supervised text is green, special tokens magenta, underlined where supervised. Without it
   // supervised text stands in ⟦ ⟧, and special tokens look like text.
   bool colour = false;
-  bool logprobs = false;    // with colour: a token's background tells its log-probability
+  // With colour: a token's background tells its log-probability. Text on one is white, underlined
+  // where supervised.
+  bool logprobs = false;
   bool ids = false;         // each token's id behind its text, in ‹ ›
   bool whitespace = false;  // see VisibleSpace; a line feed as ↵ before the break
   int width = 0;            // columns; 0: lines are as long as the text's

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
+#include <utility>
 
 #include "client/cli/format.h"
 #include "client/cli/text_width.h"
@@ -85,6 +86,9 @@ void Progress::ShowText(const std::string& text) {
 }
 
 void Progress::Show(const v1::Job& job) {
+  std::string standing = fmt::format("{} {}", static_cast<int>(job.state()), job.message());
+  if (standing != standing_) shown_ = false;
+  standing_ = std::move(standing);
   if (!Due(First::kAtOnce)) return;
   ShowText(style_ == Style::kBar ? FormatProgress(job, width_ - 1) : DescribeProgress(job));
 }

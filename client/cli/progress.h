@@ -27,6 +27,7 @@ class Progress {
   Progress(const Progress&) = delete;
   Progress& operator=(const Progress&) = delete;
 
+  // Another state or message than before is shown at once: a job may say nothing for long after it.
   void Show(const v1::Job& job);
   // `total` 0: unknown.
   void ShowBytes(std::string_view what, int64_t done, int64_t total);
@@ -45,7 +46,7 @@ class Progress {
   Style style_;
   int width_;
   bool drawn_ = false;
-  std::string last_line_;
+  std::string last_line_, standing_;
   bool shown_ = false;
   std::chrono::steady_clock::time_point last_ = std::chrono::steady_clock::now();
 };

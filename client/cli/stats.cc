@@ -127,7 +127,7 @@ std::string ConfigurationHtml(const Json& configuration) {
   for (const auto& [name, value] : configuration.items())
     rows.push_back({EscapeHtml(name),
                     EscapeHtml(value.is_string() ? value.get<std::string>() : DumpJson(value))});
-  return fmt::format("<h2>Configuration</h2>\n{}", HtmlTable({"setting", "value"}, rows));
+  return fmt::format("<h2>Configuration</h2>\n{}", HtmlTable({"setting", "~value"}, rows));
 }
 
 absl::Status WriteReport(Context& context, const StatsFlags& flags,

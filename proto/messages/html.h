@@ -14,7 +14,8 @@ std::string EscapeHtml(std::string_view text);
 // <head>, as it is. Readable in print, in dark mode and 400 pixels wide.
 std::string HtmlPage(std::string_view title, std::string_view head, std::string_view body);
 
-// Cells are HTML already. Columns whose title starts with "#" are numbers, without the sign.
+// Cells are HTML already. Columns whose title starts with "#" are numbers, those with "~" text of
+// several lines where it must; the sign is not shown.
 std::string HtmlTable(const std::vector<std::string>& titles,
                       const std::vector<std::vector<std::string>>& rows);
 

@@ -18,6 +18,8 @@ constexpr double kWidth = 720, kLeft = 90, kRight = 20;
 
 std::string Number(double value) { return std::isnan(value) ? "–" : fmt::format("{:.4g}", value); }
 
+std::string Cosine(double value) { return std::isnan(value) ? "–" : fmt::format("{:.4f}", value); }
+
 std::string Percent(double share) { return fmt::format("{:.1f} %", 100 * share); }
 
 using Bins = google::protobuf::RepeatedField<int64_t>;
@@ -145,7 +147,7 @@ std::string BoundariesTable(const v1::Statistics& statistics) {
     rows.push_back({std::to_string(b.boundary()), std::to_string(b.layer_output()),
                     fmt::format("{}", b.count()), Number(b.mean()), Number(b.std()),
                     Number(b.row_rms_p01()), Number(b.row_rms_p50()), Number(b.row_rms_p99()),
-                    Number(b.abs_max()), b.cosine_rows() == 0 ? "–" : Number(b.cosine()),
+                    Number(b.abs_max()), b.cosine_rows() == 0 ? "–" : Cosine(b.cosine()),
                     fmt::format("{}", b.zero_rows()), fmt::format("{}", b.nonfinite())});
   }
   return HtmlTable({"#boundary", "#layer out", "#rows", "#mean", "#std", "#rms p01", "#p50", "#p99",
@@ -159,8 +161,8 @@ std::string ClassesTable(const v1::Statistics& statistics) {
     for (const v1::TokenClassStatistics& c : boundary.token_classes()) {
       rows.push_back({std::to_string(boundary.boundary()), EscapeHtml(c.token_class()),
                       fmt::format("{}", c.count()), Number(c.row_rms_p01()),
-                      Number(c.row_rms_p50()), Number(c.row_rms_p99()), Number(c.cosine()),
-                      Number(c.cosine_std())});
+                      Number(c.row_rms_p50()), Number(c.row_rms_p99()), Cosine(c.cosine()),
+                      Cosine(c.cosine_std())});
     }
   }
   if (rows.empty()) return "<p>Not recorded in these shards: an older version wrote them.</p>\n";

@@ -234,7 +234,7 @@ std::string Pages::RejectedTable(const JobRecord& job) {
                     EscapeHtml(rejection.reason), NumberOrNone(rejection.layer),
                     NumberOrNone(rejection.token), EscapeHtml(rejection.message)});
   }
-  std::string html = HtmlTable({"id", "#line", "reason", "#boundary", "#token", "message"}, rows);
+  std::string html = HtmlTable({"id", "#line", "reason", "#boundary", "#token", "~message"}, rows);
   if (job.counts.rejected > kRowsAPage) {
     html += fmt::format("<p>The first {} of {}; <code>statetap rejected</code> lists all.</p>\n",
                         kRowsAPage, job.counts.rejected);

@@ -159,6 +159,19 @@ TEST(ProgressTest, FitsTheTerminal) {
   EXPECT_NE(FormatProgress(RunningJob(), 100).find("█"), std::string::npos);
 }
 
+TEST(ProgressTest, APauseIsToldAtOnceWithItsReason) {
+  std::ostringstream lines;
+  v1::Job job = RunningJob();
+  {
+    Progress progress(lines, Progress::Style::kLines, 80);
+    progress.Show(job);
+    job.set_state(v1::JOB_STATE_PAUSED);
+    job.set_message("paused at its gate: zero_boundary");
+    progress.Show(job);
+  }
+  EXPECT_THAT(lines.str(), ::testing::HasSubstr("paused at its gate: zero_boundary"));
+}
+
 TEST(ProgressTest, PlainLinesHaveNoControlCharactersAndQuietSaysNothing) {
   std::ostringstream lines, quiet, bar;
   Progress(lines, Progress::Style::kLines, 80).Show(RunningJob());
@@ -299,8 +312,9 @@ TEST(MarkedTextTest, BackgroundsTellProbabilities) {
   const auto marked = [&](const MarkedTextStyle& style) {
     return MarkedText(text, ids, mask, logprobs, style).value();
   };
-  EXPECT_EQ(marked({.colour = true, .logprobs = true}),
-            "a\x1b[32mb\x1b[48;5;88mcd\x1b[48;5;58me\x1b[49m\x1b[39m");
+  EXPECT_EQ(
+      marked({.colour = true, .logprobs = true}),
+      "a\x1b[32mb\x1b[48;5;88;38;5;231;4mcd\x1b[48;5;58;38;5;231;4me\x1b[49;24m\x1b[32m\x1b[39m");
   EXPECT_EQ(marked({.colour = true}), "a\x1b[32mbcde\x1b[39m");
   EXPECT_EQ(marked({.logprobs = true}), "a⟦bcde⟧") << "no colour without a terminal";
 }

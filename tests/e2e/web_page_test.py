@@ -1,6 +1,5 @@
 """The web page in headless Chromium: what a person sees and can do, with the keyboard alone, on a narrow screen, in the dark; no console errors.
 Skipped (exit code 77) where there is no chromium. STATETAP_SCREENSHOTS=DIR keeps pictures."""
-import base64
 import json
 import os
 import pathlib
@@ -13,102 +12,15 @@ import urllib.error
 import urllib.parse
 import urllib.request
 
+from browser import CHROMIUM, Browser
+
 BIN = pathlib.Path(os.environ["STATETAP_BIN"])
 ROOT = pathlib.Path(os.environ["STATETAP_ROOT"])
-CHROMIUM = next((path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None)
 TOKEN = "a-token-of-the-test"
 
 
-class Browser:
-    """Chromium over its debugging pipe: file descriptors 3 and 4, a JSON message and a NUL each way."""
-
-    def __init__(self, folder):
-        to_browser, self._out = os.pipe()
-        self._in, from_browser = os.pipe()
-        self._buffer, self._id, self.errors = b"", 0, []
-        command = [CHROMIUM, "--headless=new", "--no-sandbox", "--disable-gpu", "--remote-debugging-pipe", "--no-first-run",
-                   f"--user-data-dir={folder}/chromium", "about:blank"]
-        shell = f"exec {' '.join(command)} 3<&{to_browser} 4>&{from_browser} 2>{folder}/chromium.log"
-        self._process = subprocess.Popen(["bash", "-c", shell], pass_fds=(to_browser, from_browser), stdout=subprocess.DEVNULL)
-        os.close(to_browser)
-        os.close(from_browser)
-        target = next(t for t in self._send("Target.getTargets")["targetInfos"] if t["type"] == "page")
-        self._session = self._send("Target.attachToTarget", targetId=target["targetId"], flatten=True)["sessionId"]
-        for domain in ("Page", "Runtime", "Log", "Network"):
-            self(f"{domain}.enable")
-
-    def close(self):
-        self._send("Browser.close")
-        self._process.wait(30)
-        os.close(self._in)
-        os.close(self._out)
-
-    def _receive(self):
-        while b"\0" not in self._buffer:
-            more = os.read(self._in, 1 << 16)
-            if not more:
-                raise RuntimeError("chromium has gone")
-            self._buffer += more
-        message, self._buffer = self._buffer.split(b"\0", 1)
-        message = json.loads(message)
-        method, params = message.get("method"), message.get("params", {})
-        if method == "Runtime.exceptionThrown" or (method == "Runtime.consoleAPICalled" and params["type"] in ("error", "warning")):
-            self.errors.append(params)
-        if method == "Log.entryAdded" and params["entry"]["level"] in ("error", "warning"):
-            self.errors.append(params["entry"])
-        return message
-
-    def _send(self, method, session=None, **params):
-        self._id += 1
-        message = {"id": self._id, "method": method, "params": params, **({"sessionId": session} if session else {})}
-        os.write(self._out, json.dumps(message).encode() + b"\0")
-        while True:
-            reply = self._receive()
-            if reply.get("id") == self._id:
-                if "error" in reply:
-                    raise RuntimeError(f"{method}: {reply['error']}")
-                return reply["result"]
-
-    def __call__(self, method, **params):
-        return self._send(method, self._session, **params)
-
-    def _wait_for(self, method):
-        while self._receive().get("method") != method:
-            pass
-
-    def open(self, url):
-        self("Page.navigate", url=url)
-        self._wait_for("Page.loadEventFired")
-
-    def run(self, script):
-        result = self("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
-        if "exceptionDetails" in result:
-            raise RuntimeError(f"{script}: {result['exceptionDetails']}")
-        return result["result"].get("value")
-
-    def key(self, key, code, text=""):
-        self("Input.dispatchKeyEvent", type="keyDown", key=key, windowsVirtualKeyCode=code, **({"text": text} if text else {}))
-        self("Input.dispatchKeyEvent", type="keyUp", key=key, windowsVirtualKeyCode=code)
-
-    def tab(self):
-        self.key("Tab", 9)
-
-    def enter_and_load(self):
-        self.key("Enter", 13, "\r")
-        self._wait_for("Page.loadEventFired")
-
-    def look(self, width=1200, height=900, dark=False):
-        self("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
-        self("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}])
-
-    def picture(self, name):
-        if folder := os.environ.get("STATETAP_SCREENSHOTS"):
-            data = self("Page.captureScreenshot", captureBeyondViewport=True)["data"]
-            (pathlib.Path(folder) / f"{name}.png").write_bytes(base64.b64decode(data))
-
-
 def setUpModule():
-    global folder, server, http, browser, shown
+    global folder, server, http, browser, shown, report
     folder = tempfile.mkdtemp(prefix="statetap-web-")
     with open(f"{folder}/server.log", "w") as log:
         server = subprocess.Popen([BIN / "statetapd", "--model", ROOT / "models/tiny-kimi", "--data", f"{folder}/data", "--listen", "127.0.0.1:0",
@@ -122,6 +34,8 @@ def setUpModule():
     pathlib.Path(folder, "prompts.jsonl").write_text("".join(json.dumps(p) + "\n" for p in prompts))
     shown = cli("submit", f"{folder}/prompts.jsonl", "--mode", "generate", "--name", "shown", "--max-new-tokens", "24", "--wait",
                 "--max-rejected", "1")["id"]
+    report = pathlib.Path(folder, "report.html")
+    cli("stats", shown, "--html", report)
     browser = Browser(folder)
 
 
@@ -150,6 +64,11 @@ def post(path, headers={}, **fields):
         return reply
 
 
+def keep_picture(name):
+    if pictures := os.environ.get("STATETAP_SCREENSHOTS"):
+        browser.picture(pathlib.Path(pictures, f"{name}.png"))
+
+
 def unfinished(name):
     """A job with far more to do than the test waits for."""
     path = pathlib.Path(folder, "long.jsonl")
@@ -166,8 +85,9 @@ class PageTest(unittest.TestCase):
     def tearDown(self):
         self.assertEqual(browser.errors, [])
 
-    def paths(self):
-        return {"jobs": "/", "job": f"/job?id={shown}", "samples": f"/samples?job={shown}", "sample": f"/sample?job={shown}&id=q3"}
+    def pages(self):
+        return {"jobs": f"{http}/", "job": f"{http}/job?id={shown}", "samples": f"{http}/samples?job={shown}",
+                "sample": f"{http}/sample?job={shown}&id=q3", "report": report.as_uri()}
 
     def test_console_errors_are_seen(self):
         browser.open(http + "/")
@@ -176,11 +96,11 @@ class PageTest(unittest.TestCase):
         browser.errors.clear()
 
     def test_pages_fit_wide_and_narrow_light_and_dark(self):
-        for name, path in self.paths().items():
+        for name, url in self.pages().items():
             for width in (1200, 400):
                 for dark in (False, True):
                     browser.look(width, dark=dark)
-                    browser.open(http + path)
+                    browser.open(url)
                     with self.subTest(page=name, width=width, dark=dark):
                         self.assertLessEqual(browser.run("document.documentElement.scrollWidth"), width)
                         # What sticks out of the screen lies in a box of its own that scrolls.
@@ -191,11 +111,24 @@ class PageTest(unittest.TestCase):
                         ink, paper = browser.run("""[getComputedStyle(document.body).color, getComputedStyle(document.body).backgroundColor]
                             .map(c => c.match(/\\d+/g).map(Number).slice(0, 3).reduce((a, b) => a + b))""")
                         self.assertGreater((ink - paper) * (1 if dark else -1), 450)  # of 765
-                    browser.picture(f"{name}-{width}-{'dark' if dark else 'light'}")
+                    keep_picture(f"{name}-{width}-{'dark' if dark else 'light'}")
+
+    def test_paper_shows_all_in_ink_on_white_whatever_the_screen(self):
+        a4 = 718  # 210 mm less Chromium's margins, in CSS pixels
+        for name, url in self.pages().items():
+            browser.look(a4, dark=True, media="print")
+            browser.open(url)
+            with self.subTest(page=name):
+                self.assertEqual(browser.run("""[getComputedStyle(document.body).color, getComputedStyle(document.body).backgroundColor]"""),
+                                 ["rgb(27, 31, 36)", "rgb(255, 255, 255)"])
+                # Nothing scrolls on paper.
+                self.assertEqual(browser.run("""[...document.querySelectorAll("main *, .scroll *")].filter(e =>
+                    e.getBoundingClientRect().right > innerWidth + 1).map(e => e.outerHTML.slice(0, 200))"""), [])
+            keep_picture(f"{name}-print")
 
     def test_everything_is_reached_by_the_tab_key(self):
-        for name, path in self.paths().items():
-            browser.open(http + path)
+        for name, url in self.pages().items():
+            browser.open(url)
             wanted = browser.run("""(window.wanted = [...document.querySelectorAll("a, button, summary, input:not([type=hidden]), .scroll")]
                 .filter(e => e.checkVisibility())).length""")
             self.assertGreater(wanted, 1)
@@ -252,7 +185,7 @@ class PageTest(unittest.TestCase):
         browser.enter_and_load()
         self.assertTrue(browser.run("location.search").endswith(job))
         go_to("button[value=pause]")
-        browser.picture("unlocked")
+        keep_picture("unlocked")
         browser.enter_and_load()
         self.assertEqual(cli("show", job)["state"], "paused")
         go_to("button[value=resume]")
