@@ -7,9 +7,12 @@ import pickletools
 import shutil
 import subprocess
 import sys
+import threading
 import time
 import tracemalloc
+import types
 import unittest
+import unittest.mock
 import zipfile
 from pathlib import Path
 
@@ -108,6 +111,19 @@ class GrowingJobTest(unittest.TestCase):
         self.assertEqual(statetap.state_name(self.served.client.show("growing")), "running")
         self.served.make_room()
         self.assertEqual({sample.id for sample in stream} | first, {sample["id"] for sample in Stalled.SAMPLES})
+
+    def test_a_stream_that_has_waited_for_long_outlives_a_restart(self):
+        away, real, got = 0, time.monotonic, []
+        with unittest.mock.patch("statetap.patience.time", types.SimpleNamespace(monotonic=lambda: real() + away, sleep=time.sleep)):
+            stream = self.served.client.stream("growing")
+            got += [next(stream).id for _ in self.stored]
+            waiting = threading.Thread(target=lambda: got.extend(sample.id for sample in stream))
+            waiting.start()
+            away = 3600
+            self.served.kill_and_start_again()
+            self.served.make_room()
+            waiting.join()
+        self.assertEqual(sorted(got), [sample["id"] for sample in Stalled.SAMPLES])
 
     def test_the_endpoint_gives_what_is_stored_and_later_the_rest(self):
         with serving_endpoint(self.served, "growing", self.served.folder / "states") as (ready, ask):

@@ -9,6 +9,7 @@ import grpc
 
 from statetap.errors import StatetapError
 from statetap.inputs import Prompt, samples_of
+from statetap.patience import Patience
 from statetap.sample import Sample
 from statetap.stream import Assembler, SampleStream
 from statetap.v1 import features_pb2, jobs_pb2, jobs_pb2_grpc, model_pb2, model_pb2_grpc
@@ -18,7 +19,6 @@ _ENDED = {jobs_pb2.JOB_STATE_SUCCEEDED, jobs_pb2.JOB_STATE_FAILED, jobs_pb2.JOB_
 _MAX_BATCH_BYTES, _MAX_BATCH_SAMPLES = (4 << 20) - 4096, 10_000
 _DEADLINE_SECONDS = 30.0
 _DELETING_SECONDS = 600.0  # of a call that may rewrite many shards
-_PATIENCE_SECONDS = 120.0
 
 
 def connect(server: str | None = None) -> "Client":
@@ -125,22 +125,20 @@ class Client:
 
     def watch(self, job: "str | jobs_pb2.Job") -> "Iterator[jobs_pb2.Job]":
         """The job now and after every change, until it has ended; through restarts of the server."""
-        last_heard = time.monotonic()
+        patience = Patience()
         while True:
             try:
                 # Renewed now and then, so that a server that vanished without a word is noticed.
                 for state in self._jobs.WatchJob(jobs_pb2.GetJobRequest(job=_name(job)), timeout=120):
-                    last_heard = time.monotonic()
+                    patience.worked()
                     yield state
                     if has_ended(state):
                         return
             except grpc.RpcError as error:
-                code = error.code()
-                renewable = code == grpc.StatusCode.DEADLINE_EXCEEDED or (
-                    code == grpc.StatusCode.UNAVAILABLE and time.monotonic() - last_heard < _PATIENCE_SECONDS)
-                if not renewable:
+                if error.code() == grpc.StatusCode.DEADLINE_EXCEEDED:
+                    patience.worked()
+                elif not patience.tries_again(error):
                     raise self._explain(error) from None
-                time.sleep(0.5)
 
     def wait(self, job: "str | jobs_pb2.Job") -> jobs_pb2.Job:
         """The job once it has ended. StatetapError with its message where it failed."""
@@ -187,7 +185,7 @@ class Client:
         the connection are mended. Nothing is acknowledged."""
         by = "ids" if ids else "rows"
         left: list[Any] = list(ids) or list(rows)
-        pause, last_heard = 0.2, time.monotonic()
+        patience = Patience()
         while left:
             asked = left[:_MAX_BATCH_SAMPLES]
             request = features_pb2.GetSamplesRequest(job=_name(job), boundaries=_boundaries(taps), **{by: asked})
@@ -196,14 +194,12 @@ class Client:
                 for message in self._get_samples(request):
                     complete = assembler.add(message)
                     if complete is not None:
-                        last_heard, pause = time.monotonic(), 0.2
                         del left[0]
+                        patience.worked()
                         yield complete[1].torch() if as_torch else complete[1]
             except grpc.RpcError as error:
-                if error.code() != grpc.StatusCode.UNAVAILABLE or time.monotonic() - last_heard > _PATIENCE_SECONDS:
+                if not patience.tries_again(error):
                     raise self._explain(error) from None
-                time.sleep(pause)
-                pause = min(5.0, 2 * pause)
 
     def acknowledge(self, job: "str | jobs_pb2.Job", ids: Iterable[str], *, group: str = "default") -> None:
         """The group is done with these samples, as the acknowledgements of its streams say it: they are not sent to it again, and a server with
@@ -240,7 +236,7 @@ class Client:
         """
         start = self._start(jobs, group, rank, world, equal_counts, taps, where, shuffle, seed)
         start.follow, start.credit_bytes = follow, credit_bytes
-        return SampleStream(self._stream_features, start, ack=ack, as_torch=as_torch, patience_seconds=_PATIENCE_SECONDS, explain=self._explain)
+        return SampleStream(self._stream_features, start, ack=ack, as_torch=as_torch, explain=self._explain)
 
     def describe(
         self, jobs: "str | jobs_pb2.Job | Sequence[str | jobs_pb2.Job]", *, group: str = "default", rank: int = 0, world: int = 0,

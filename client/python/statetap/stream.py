@@ -2,13 +2,13 @@
 from __future__ import annotations
 
 import queue
-import time
 from typing import Any, Callable, Iterator
 
 import grpc
 import numpy as np
 
 from statetap.errors import DataLossError, StatetapError
+from statetap.patience import Patience
 from statetap.sample import Sample
 from statetap.v1 import features_pb2
 from statetap.wire import Data, Response, bits
@@ -85,11 +85,10 @@ class SampleStream(Iterator[Sample]):
         *,
         ack: bool,
         as_torch: bool,
-        patience_seconds: float,
         explain: Callable[[grpc.RpcError], StatetapError],
     ) -> None:
         self._open_call, self._start, self._auto_ack, self._as_torch = open_call, start, ack, as_torch
-        self._patience, self._explain = patience_seconds, explain
+        self._explain = explain
         self._call: Any = None
         self._delivery = 0  # of the sample handed out last
         self._seen: set[tuple[str, str]] = set()  # job and id: after a break the server sends again what it had no acknowledgement for
@@ -150,7 +149,7 @@ class SampleStream(Iterator[Sample]):
     def _read(self) -> Response:
         if self._call is None:
             raise StopIteration
-        last_heard, pause = time.monotonic(), 0.2
+        patience = Patience()
         while True:
             try:
                 response: Response = next(self._call)
@@ -158,9 +157,7 @@ class SampleStream(Iterator[Sample]):
             except StopIteration:
                 raise DataLossError("the stream ended without its end message") from None
             except grpc.RpcError as error:
-                if error.code() != grpc.StatusCode.UNAVAILABLE or time.monotonic() - last_heard > self._patience:
+                if not patience.tries_again(error):
                     self._call = None
                     raise self._explain(error) from None
-            time.sleep(pause)
-            pause = min(5.0, 2 * pause)
             self._connect()
