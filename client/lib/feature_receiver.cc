@@ -186,7 +186,6 @@ absl::Status FeatureReceiver::Connect() {
 }
 
 absl::StatusOr<bool> FeatureReceiver::Read(v1::StreamFeaturesResponse& message) {
-  auto last_heard = std::chrono::steady_clock::now();
   for (int attempt = 1;; ++attempt) {
     if (stream_ != nullptr && stream_->rpc->Read(&message)) return !message.has_end();
     absl::Status lost = absl::UnavailableError("the stream ended early");
@@ -195,17 +194,17 @@ absl::StatusOr<bool> FeatureReceiver::Read(v1::StreamFeaturesResponse& message) 
         lost = client_.StatusFrom(status);
     }
     stream_.reset();
+    // From the break on: before it the stream may have waited for hours for a job to go on.
+    const auto lost_at = std::chrono::steady_clock::now();
     while (true) {
-      if (!absl::IsUnavailable(lost) ||
-          std::chrono::steady_clock::now() - last_heard > client_.options().patience)
-        return lost;
+      if (!absl::IsUnavailable(lost)) return lost;
       STATETAP_RETURN_IF_ERROR(client_.Backoff(attempt++));
       lost = Connect();
       if (lost.ok()) break;
       stream_.reset();
+      if (std::chrono::steady_clock::now() - lost_at > client_.options().patience) return lost;
     }
     ++reconnects_;
-    last_heard = std::chrono::steady_clock::now();
   }
 }
 

@@ -7,11 +7,13 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <cmath>
 #include <limits>
 #include <map>
 #include <mutex>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "extractor/shard/shard_reader.h"
@@ -165,9 +167,10 @@ class FakeFeatures : public v1::Features::Service {
  public:
   static constexpr int kHidden = 16;
   std::atomic<int> num_samples = 5;
-  std::atomic<int> break_after = -1;  // samples until the first stream breaks, once
-  std::atomic<bool> damage = false;   // flips a bit of every sample
-  std::atomic<uint64_t> acked = 0;    // samples, over all streams of the group
+  std::atomic<int> break_after = -1;     // samples until the first stream breaks, once
+  std::chrono::milliseconds silence{0};  // before that break
+  std::atomic<bool> damage = false;      // flips a bit of every sample
+  std::atomic<uint64_t> acked = 0;       // samples, over all streams of the group
   std::atomic<uint64_t> credit = 0;
   int rotate = 0;              // a stream that does not break sends this many samples last
   std::vector<uint64_t> acks;  // as they came; read after Close
@@ -209,8 +212,10 @@ class FakeFeatures : public v1::Features::Service {
     // As a server that finds out late that an older stream is gone.
     if (rotate > 0 && broken < 0) std::rotate(order.begin(), order.begin() + rotate, order.end());
     for (size_t at = 0; at < order.size(); ++at) {
-      if (broken >= 0 && static_cast<int>(at) >= broken)
+      if (broken >= 0 && static_cast<int>(at) >= broken) {
+        std::this_thread::sleep_for(silence);
         return {grpc::StatusCode::UNAVAILABLE, "the server restarts"};
+      }
       WriteSample(order[at], at + 1, [&](const auto& message) { stream->Write(message); });
     }
     v1::StreamFeaturesResponse end;

@@ -72,6 +72,16 @@ TEST_F(FeatureReceiverTest, ABreakRepeatsNothingAndLosesNothing) {
   EXPECT_EQ(server_.features.acked, 5u);
 }
 
+TEST_F(FeatureReceiverTest, PatienceBeginsWithTheBreak) {
+  server_.features.break_after = 3;
+  server_.features.silence = std::chrono::milliseconds(100);
+  client_ = *Client::Create(server_.address(), {.first_backoff = std::chrono::milliseconds(1),
+                                                .patience = std::chrono::milliseconds(1)});
+  ASSERT_OK_AND_ASSIGN(const auto receiver, FeatureReceiver::Open(*client_, start_, {}));
+  EXPECT_EQ(Drain(*receiver).size(), 5u);
+  EXPECT_EQ(receiver->reconnects(), 1);
+}
+
 TEST_F(FeatureReceiverTest, AnotherOrderAfterABreakAcknowledgesNothingTooEarly) {
   server_.features.break_after = 3;
   server_.features.rotate = 3;  // then s3, s4, s0, s1, s2
