@@ -1,14 +1,13 @@
 #include "client/cli/foreign_states.h"
 
 #include <algorithm>
-#include <cmath>
-#include <limits>
 #include <utility>
 
 #include "extractor/base/dtype.h"
 #include "extractor/base/file.h"
 #include "extractor/checkpoint/safetensors.h"
 #include "extractor/checkpoint/tensor_inventory.h"
+#include "extractor/shard/fp8.h"
 
 namespace statetap {
 namespace {
@@ -55,15 +54,6 @@ absl::StatusOr<std::vector<T>> ReadTensor(const File& file, const SafetensorsEnt
   std::vector<T> values(static_cast<size_t>(entry.size_bytes) / sizeof(T));
   STATETAP_RETURN_IF_ERROR(file.ReadAt(entry.offset, std::as_writable_bytes(std::span(values))));
   return values;
-}
-
-// e4m3fn: without infinities, up to 448.
-float Fp8ToFloat(uint8_t code) {
-  const int exponent = code >> 3 & 15, mantissa = code & 7;
-  float magnitude = exponent == 0 ? std::ldexp(static_cast<float>(mantissa), -9)
-                                  : std::ldexp(static_cast<float>(8 + mantissa), exponent - 10);
-  if ((code & 0x7f) == 0x7f) magnitude = std::numeric_limits<float>::quiet_NaN();
-  return code & 0x80 ? -magnitude : magnitude;
 }
 
 // bf16. Of fp8 as hs_connectors gives it to a trainer: the product of code and scale, both in bf16.

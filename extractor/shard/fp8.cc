@@ -55,7 +55,7 @@ constexpr uint32_t kLeastNormal = (127 - 6) << 23;  // 2^-6
 
 float Decode(uint8_t code) {
   const int exponent = code >> 3 & 15, mantissa = code & 7;
-  if (exponent == 15) return std::numeric_limits<float>::quiet_NaN();
+  if ((code & 0x7f) == kNanCode) return std::numeric_limits<float>::quiet_NaN();
   const float magnitude = exponent == 0
                               ? std::ldexp(static_cast<float>(mantissa), -9)
                               : std::ldexp(static_cast<float>(8 + mantissa), exponent - 10);
@@ -125,6 +125,8 @@ STATETAP_VECTOR_CLONES double EncodeBlock(const uint16_t* values, const RowScale
 }
 
 }  // namespace
+
+float Fp8ToFloat(uint8_t code) { return kDecoded[code]; }
 
 Fp8Row EncodeFp8Row(std::span<const uint16_t> values, std::span<uint8_t> codes,
                     std::span<uint16_t> decoded) {

@@ -25,5 +25,6 @@ struct Fp8Row {
 Fp8Row EncodeFp8Row(std::span<const uint16_t> values, std::span<uint8_t> codes,
                     std::span<uint16_t> decoded);
 void DecodeFp8Row(std::span<const uint8_t> codes, float scale, std::span<uint16_t> values);
+float Fp8ToFloat(uint8_t code);  // e4m3fn, up to 448: of what others wrote, too
 
 }  // namespace statetap

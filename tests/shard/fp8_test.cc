@@ -107,6 +107,17 @@ TEST(Fp8Test, DecodedRowsAreBf16AndEncodeToThemselves) {
   }
 }
 
+TEST(Fp8Test, EveryCodeOfE4m3fnIsDecoded) {
+  std::vector<double> magnitudes = Magnitudes();
+  for (const double more : {256, 288, 320, 352, 384, 416, 448}) magnitudes.push_back(more);
+  for (int code = 0; code < 127; ++code) {
+    const double value = magnitudes[static_cast<size_t>(code)];
+    EXPECT_EQ(Fp8ToFloat(static_cast<uint8_t>(code)), value);
+    EXPECT_EQ(Fp8ToFloat(static_cast<uint8_t>(code | 0x80)), -value);
+  }
+  EXPECT_TRUE(std::isnan(Fp8ToFloat(0x7f)) && std::isnan(Fp8ToFloat(0xff)));
+}
+
 TEST(Fp8Test, ARowThatIsNotFiniteBecomesNan) {
   for (const uint16_t bad : {0x7f80, 0xff80, 0x7fc1}) {
     const Encoded row = EncodeRow({FloatToBf16(1), bad, FloatToBf16(-3)});
