@@ -5,7 +5,7 @@
 //   write-statistics  with statistics too
 //   write-fp8         states as e4m3 (half the bytes; no baseline of its own)
 //   write-four        four shards at once with statistics, a thread each, as a job does whose
-//                     samples come faster than one takes them; against one shard
+//                     samples come faster than one takes them; against four one after another
 //   read              every sample's states from the shard, against one safetensors file a sample
 //                     whose tensors are read by their offsets (in C++, without Python's part)
 // Reads come from the page cache on both sides: the disk is not what is measured there.
@@ -69,9 +69,11 @@ class ShardBench {
         Case("write-statistics", write(Statistics::kCompute, StatesDtype::kBf16), "pwrite", plain));
     STATETAP_RETURN_IF_ERROR(
         Case("write-fp8", write(Statistics::kCompute, StatesDtype::kFp8), "", nullptr));
-    STATETAP_RETURN_IF_ERROR(Case(
-        "write-four", [this] { return WriteSideBySide(4); }, "one shard",
-        write(Statistics::kCompute, StatesDtype::kBf16)));
+    const auto four = [this](std::launch launch) {
+      return [this, launch] { return WriteShards(4, launch); };
+    };
+    STATETAP_RETURN_IF_ERROR(Case("write-four", four(std::launch::async), "one after another",
+                                  four(std::launch::deferred)));
     if (!HasCase(options_.cases, "read")) return absl::OkStatus();
     STATETAP_RETURN_IF_ERROR(
         WriteShard("read.h5", Statistics::kLeaveOut, StatesDtype::kBf16, Keep::kYes).status());
@@ -112,11 +114,11 @@ class ShardBench {
     return rate;
   }
 
-  absl::StatusOr<double> WriteSideBySide(int shards) {
+  absl::StatusOr<double> WriteShards(int shards, std::launch launch) {
     const auto begin = Clock::now();
     std::vector<std::future<absl::StatusOr<double>>> writing;
     for (int i = 0; i < shards; ++i) {
-      writing.push_back(std::async(std::launch::async, [this, i] {
+      writing.push_back(std::async(launch, [this, i] {
         return WriteShard(fmt::format("bench-{}.h5", i), ShardWriter::Statistics::kCompute,
                           StatesDtype::kBf16);
       }));
