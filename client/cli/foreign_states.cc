@@ -61,10 +61,12 @@ absl::StatusOr<std::vector<uint16_t>> ReadStates(const File& file, const Foreign
   if (header.states.dtype == "BF16") return ReadTensor<uint16_t>(file, header.states);
   STATETAP_ASSIGN_OR_RETURN(const auto codes, ReadTensor<uint8_t>(file, header.states));
   STATETAP_ASSIGN_OR_RETURN(const auto scales, ReadTensor<float>(file, header.scales));
-  std::vector<uint16_t> values(codes.size());
-  for (size_t i = 0; i < codes.size(); ++i) {
-    const float scale = Bf16ToFloat(FloatToBf16(scales[i / (codes.size() / scales.size())]));
-    values[i] = FloatToBf16(Fp8ToFloat(codes[i]) * scale);
+  std::vector<uint16_t> values;
+  values.reserve(codes.size());
+  for (const float exact : scales) {
+    const float scale = Bf16ToFloat(FloatToBf16(exact));
+    for (const size_t end = values.size() + codes.size() / scales.size(); values.size() < end;)
+      values.push_back(FloatToBf16(Fp8ToFloat(codes[values.size()]) * scale));
   }
   return values;
 }

@@ -22,6 +22,15 @@ std::vector<v1::SampleInput> Chats(int count) {
   return samples;
 }
 
+// "s0", "s1", …: each of one id of its own, over and over.
+std::vector<v1::SampleInput> Texts(int count, size_t tokens, std::string_view prefix = "s") {
+  std::vector<v1::SampleInput> samples;
+  for (int i = 0; i < count; ++i)
+    samples.push_back(
+        IdsSample(fmt::format("{}{}", prefix, i), std::vector<int32_t>(tokens, i + 1)));
+  return samples;
+}
+
 v1::JobOptions Options(uint64_t shard_bytes = 0) {
   v1::JobOptions options;
   options.set_max_length(256);
@@ -68,9 +77,7 @@ TEST(JobRunnerTest, SampleMeetingNonFiniteStatesIsRejectedAlone) {
   harness.engine->faults.bad_token = 777;
   harness.engine->faults.bad_boundary = 4;
   harness.Run();
-  std::vector<v1::SampleInput> samples;
-  for (int i = 0; i < 10; ++i)
-    samples.push_back(IdsSample(fmt::format("s{}", i), std::vector<int32_t>(30, i + 1)));
+  std::vector<v1::SampleInput> samples = Texts(10, 30);
   samples[3].mutable_tokens()->mutable_ids()->Set(20, 777);
   ASSERT_OK_AND_ASSIGN(const JobRecord submitted, harness.Submit(Options(), samples));
   const JobRecord job = harness.WaitForEnd(submitted);
@@ -90,9 +97,7 @@ TEST(JobRunnerTest, SampleWithFewerRowsThanTokensIsRejectedAlone) {
   harness.engine->faults.short_boundary = 5;
   harness.engine->faults.short_token = 3;
   harness.Run();
-  std::vector<v1::SampleInput> samples;
-  for (int i = 0; i < 6; ++i)
-    samples.push_back(IdsSample(fmt::format("s{}", i), std::vector<int32_t>(30, i + 1)));
+  std::vector<v1::SampleInput> samples = Texts(6, 30);
   ASSERT_OK_AND_ASSIGN(const JobRecord submitted, harness.Submit(Options(), samples));
   const JobRecord job = harness.WaitForEnd(submitted);
   EXPECT_EQ(job.counts.stored, 5);
@@ -215,9 +220,7 @@ TEST(JobRunnerTest, RetryRunsRejectedSamplesOfEndedAndRunningJobs) {
   JobHarness harness;
   harness.engine->faults.bad_token = 777;
   harness.Run();
-  std::vector<v1::SampleInput> samples;
-  for (int i = 0; i < 10; ++i)
-    samples.push_back(IdsSample(fmt::format("s{}", i), std::vector<int32_t>(30, i + 1)));
+  std::vector<v1::SampleInput> samples = Texts(10, 30);
   samples[3].mutable_tokens()->mutable_ids()->Set(20, 777);
   ASSERT_OK_AND_ASSIGN(const JobRecord submitted, harness.Submit(Options(), samples));
   EXPECT_EQ(harness.WaitForEnd(submitted).counts.rejected, 1);
@@ -426,10 +429,7 @@ TEST(JobRunnerTest, AcknowledgementsDuringAnEvictionAreNotForgotten) {
   JobHarness harness(options);
   harness.Run();
   for (int round = 0; round < 5; ++round) {
-    std::vector<v1::SampleInput> samples;
-    for (int i = 0; i < 120; ++i)
-      samples.push_back(
-          IdsSample(fmt::format("{}-{}", round, i), std::vector<int32_t>(250, i + 1)));
+    const auto samples = Texts(120, 250, fmt::format("{}-", round));
     ASSERT_OK_AND_ASSIGN(const JobRecord submitted, harness.Submit(Options(1 << 20), samples));
     const JobRecord job = harness.WaitForEnd(submitted);
     ASSERT_OK_AND_ASSIGN(const auto stored,
@@ -504,9 +504,7 @@ TEST(JobRunnerTest, AFailingDiskIsTakenOutAndItsUnfinishedSamplesRunOnTheOthers)
   testing::TempDir disks;
   JobHarness harness({}, {disks / "one", disks / "two"});
   harness.Run();
-  std::vector<v1::SampleInput> samples;
-  for (int i = 0; i < 130; ++i)
-    samples.push_back(IdsSample(fmt::format("s{}", i), std::vector<int32_t>(250, i + 1)));
+  std::vector<v1::SampleInput> samples = Texts(130, 250);
   harness.engine->faults.step = std::chrono::milliseconds(1);
   ASSERT_OK_AND_ASSIGN(const JobRecord job, harness.Submit(Options(1 << 20), samples));
   harness.WaitUntil(job, [](const JobRecord& now) { return now.counts.stored > 0; });
@@ -555,9 +553,7 @@ TEST(JobRunnerTest, ManyShardsOnTheirWayAreAllNoted) {
   options.shards.lag_bytes = 0;
   JobHarness harness(options, {disks / "one", disks / "two"});
   harness.Run();
-  std::vector<v1::SampleInput> samples;
-  for (int i = 0; i < 400; ++i)
-    samples.push_back(IdsSample(fmt::format("s{}", i), std::vector<int32_t>(250, i + 1)));
+  std::vector<v1::SampleInput> samples = Texts(400, 250);
   ASSERT_OK_AND_ASSIGN(const JobRecord job, harness.Submit(Options(1 << 20), samples));
   EXPECT_EQ(harness.WaitForEnd(job).counts.stored, 400);
   ASSERT_OK_AND_ASSIGN(const auto shards, harness.store->Shards(job.key));
@@ -613,9 +609,7 @@ TEST(JobRunnerTest, FailedWriteWaitsAndGoesOnWhenMended) {
   harness.Run();
   // 16 × 4 boundaries × 2 bytes a row: a shard of 1 MiB holds 33 samples of 250 rows.
   v1::JobOptions job_options = Options(1 << 20);
-  std::vector<v1::SampleInput> samples;
-  for (int i = 0; i < 130; ++i)
-    samples.push_back(IdsSample(fmt::format("s{}", i), std::vector<int32_t>(250, i + 1)));
+  std::vector<v1::SampleInput> samples = Texts(130, 250);
   harness.engine->faults.step = std::chrono::milliseconds(1);
   ASSERT_OK_AND_ASSIGN(const JobRecord job, harness.Submit(job_options, samples));
   harness.WaitUntil(job, [](const JobRecord& now) { return now.counts.stored > 0; });
@@ -647,9 +641,7 @@ TEST(JobRunnerTest, WaitingThatCannotBeNotedIsTriedAgainAllTheSame) {
   ASSERT_OK(
       sql.Execute("CREATE TRIGGER full BEFORE UPDATE OF state ON jobs WHEN NEW.state IN (1, 3) "
                   "AND OLD.state <> 0 BEGIN SELECT RAISE(ABORT, 'database or disk is full'); END"));
-  std::vector<v1::SampleInput> samples;
-  for (int i = 0; i < 100; ++i)
-    samples.push_back(IdsSample(fmt::format("s{}", i), std::vector<int32_t>(250, i + 1)));
+  std::vector<v1::SampleInput> samples = Texts(100, 250);
   harness.engine->faults.step = std::chrono::milliseconds(1);
   ASSERT_OK_AND_ASSIGN(const JobRecord job, harness.Submit(Options(1 << 20), samples));
   const auto blocked = harness.folders().Folder(job.id) / "shard-000002.h5";

@@ -95,7 +95,7 @@ class JobHarness {
     return std::move(published.job);
   }
 
-  // Waits until `done` holds of the job; the job as it is then, or after 20 s.
+  // Waits until `done` holds of the job; the job as it is then, or after two minutes.
   template <typename Done>
   JobRecord WaitUntil(const JobRecord& job, const Done& done) {
     const auto deadline = std::chrono::steady_clock::now() + std::chrono::minutes(2);

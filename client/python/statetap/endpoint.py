@@ -47,15 +47,16 @@ class Rows:
         self.look()
 
     def look(self) -> None:
-        self._growing = []
+        growing: list[str] = []
         for job in self._jobs:
             shown = self._client.show(job)
             stored = shown.counts.stored
             if not has_ended(shown):
-                self._growing.append(f"job {shown.id} ({shown.name}) is {state_name(shown)}, {stored} of {shown.counts.submitted} samples are stored")
+                growing.append(f"job {shown.id} ({shown.name}) is {state_name(shown)}, {stored} of {shown.counts.submitted} samples are stored")
             for sample in self._client.fetch(job, rows=range(self._seen[job], stored), taps=[]) if stored > self._seen[job] else ():
                 self._known[_key(sample.input_ids)] = (job, sample.id)
             self._seen[job] = stored
+        self._growing = growing  # at once: why_missing() reads it from other threads
         self._looked = time.monotonic()
 
     def find(self, ids: np.ndarray) -> "tuple[str, str] | None":
