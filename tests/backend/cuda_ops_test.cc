@@ -547,7 +547,8 @@ class CudaRoutedFfnTest : public CudaOpsTest,
 TEST_P(CudaRoutedFfnTest, EqualsTheCpuAtEverySize) {
   const ExpertsCase& c = Case();
   // 600 tokens among many experts: some rows for each, which Hopper has a form for.
-  const std::vector<int> sizes = c.hidden < 1000            ? std::vector<int>{1, 3, 65, 700}
+  // 6,000 among few: more pairs than one block sorts.
+  const std::vector<int> sizes = c.hidden < 1000            ? std::vector<int>{1, 3, 65, 700, 6000}
                                  : c.slots == c.num_experts ? std::vector<int>{1, 50}
                                                             : std::vector<int>{1, 50, 600};
   if (!Open(sizes.back())) GTEST_SKIP();
@@ -566,7 +567,7 @@ TEST_P(CudaRoutedFfnTest, EqualsTheCpuAtEverySize) {
 // Tiles of every height: a token's bits alone and among many.
 TEST_P(CudaRoutedFfnTest, ARowDoesNotDependOnTheStepItIsIn) {
   const ExpertsCase& c = Case();
-  const int tokens = c.hidden > 1000 ? 600 : 1500;
+  const int tokens = c.hidden > 1000 ? 600 : 9000;
   if (!Open(tokens)) GTEST_SKIP();
   const auto x = Random(int64_t{tokens} * c.hidden);
   const auto [experts, weights] = Routes(tokens);

@@ -152,8 +152,8 @@ void CudaBackend::PlanScratch(const Limits& limits) {
     // Every pair (token, expert) may meet on one rank.
     const int64_t pairs = tokens * limits.top_k;
     plan(router_logits_, tokens, limits.num_experts, sizeof(float));
-    plan(counts_, 2 * limits.num_experts, 1, sizeof(int32_t));
-    plan(first_row_, limits.num_experts, 1, sizeof(int32_t));
+    plan(counts_, limits.num_experts + 1, 1, sizeof(int32_t), /*zeroed=*/true);
+    plan(next_row_, limits.num_experts, 1, sizeof(int32_t));
     plan(token_of_row_, pairs, 1, sizeof(int32_t));
     plan(row_of_, pairs, 1, sizeof(int32_t));
     plan(row_tiles_, pairs / 16 + limits.num_experts, 1, sizeof(TokenTile));

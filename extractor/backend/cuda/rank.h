@@ -162,7 +162,7 @@ class CudaBackend : public Backend {
   DeviceBuffer gate_up_;  // [2, max_tokens, max_width]
   DeviceBuffer split_parts_, split_stats_, key_latents_, expanded_, prompts_taken_;
   DeviceBuffer router_logits_;
-  DeviceBuffer counts_, first_row_, token_of_row_, row_of_, row_tiles_, num_row_tiles_, h_, y_;
+  DeviceBuffer counts_, next_row_, token_of_row_, row_of_, row_tiles_, num_row_tiles_, h_, y_;
   DeviceBuffer picked_, normed_, logits_, all_logits_, choose_workspace_;
 
   struct PendingStates {

@@ -87,23 +87,17 @@ void CudaBackend::RoutedFfn(const Step& step, const RoutedFfnParams& p) {
   SortRowsParams sorted{p.experts, experts.slot_of_expert(),  step.num_tokens,
                         p.top_k,   experts.shape().num_slots, tile_rows};
   sorted.counts = counts_.as<int32_t>();
-  sorted.first_row = first_row_.as<int32_t>();
+  sorted.next_row = next_row_.as<int32_t>();
   sorted.token_of_row = token_of_row_.as<int32_t>();
   sorted.row_of = row_of_.as<int32_t>();
   sorted.tiles = row_tiles_.as<TokenTile>();
   sorted.num_tiles = num_row_tiles_.as<int32_t>();
-  const bool few_pairs =
-      int64_t{step.num_tokens} * p.top_k <= kFewPairs && experts.shape().num_slots <= kFewSlots;
   // The narrowest tile has room for every token of the step, and costs no more for it.
-  sorted.whole_step = few && few_pairs && step.num_tokens <= 8 &&
+  static_assert(8 * kMaxTopK <= kFewPairs);
+  sorted.whole_step = few && step.num_tokens <= 8 &&
                       int64_t{std::min(step.num_tokens * p.top_k, sorted.num_slots)} * tile_rows <=
                           int64_t{limits_.max_tokens} * limits_.top_k;
-  // Hopper's other kernel wants tiles by width.
-  if (few_pairs && (few || !by_hopper)) {
-    SortFewRows(sorted, stream());
-  } else {
-    SortRows(sorted, stream());
-  }
+  SortRows(sorted, stream());
   // TMA takes rows that lie together; y's memory is free until the second product.
   const bool gathers = by_hopper && !sorted.whole_step;
   if (gathers)

@@ -19,28 +19,27 @@ struct TokenTile {
 
 // Sorts the pairs (token, k) whose expert is this rank's by slot:
 //   token_of_row[row], row_of[token · top_k + k] (−1: another rank's expert), and for each slot its
-//   rows in equal tiles of at most tile_rows, wide ones first.
-// The order within a slot is left open; no result depends on it.
+//   rows in equal tiles of at most tile_rows ≤ 256, wide ones first.
+// The order within a slot is left open; no result depends on it. Up to kFewPairs pairs one block
+// does it all.
 struct SortRowsParams {
   const int32_t* experts;         // [num_tokens, top_k]
   const int32_t* slot_of_expert;  // [num_experts]
   int num_tokens, top_k, num_slots, tile_rows;
-  // SortFewRows with num_tokens ≤ tile_rows only: each slot that is met gets one tile with a row
+  // With num_tokens ≤ tile_rows and few pairs only: each slot that is met gets one tile with a row
   // for every token of the step, met or not, so that its rows need not be gathered.
   bool whole_step = false;
-  int32_t* counts;        // [2 · num_slots]: rows of a slot; rows placed so far
-  int32_t* first_row;     // [num_slots]
+  int32_t* counts;        // [num_slots + 1], zeros between calls: rows of a slot; blocks that ended
+  int32_t* next_row;      // [num_slots]: where a slot's next row comes
   int32_t* token_of_row;  // [num_tokens · top_k]
   int32_t* row_of;        // [num_tokens · top_k]
   TokenTile* tiles;       // [num_tokens · top_k / tile_rows + num_slots]
   int32_t* num_tiles;     // [1]
 };
+inline constexpr int kFewPairs = 16384;
 void SortRows(const SortRowsParams& params, cudaStream_t stream);
-// The same by one block, for few pairs; tiles by slot instead of by width.
-inline constexpr int kFewPairs = 8192, kFewSlots = 1024;
-void SortFewRows(const SortRowsParams& params, cudaStream_t stream);
 
-// to[row] = x[token_of_row[row]] for the rows of the tile list. hidden: multiple of 8.
+// to[row_of[token · top_k + k]] = x[token] for all rows that there are. hidden: multiple of 8.
 void GatherTokens(const bf16* x, const SortRowsParams& sorted, int hidden, bf16* to,
                   cudaStream_t stream);
 

@@ -2,11 +2,12 @@
 //
 // A block multiplies one weight tile (256 fragment rows) with one token tile over all of K, then
 // goes on to the next pair; the grid is one block a multiprocessor, or two where tiles are narrow
-// and the weights' way through the registers takes longer than the products. Warp 8 is the
-// producer: it keeps a ring of kStages K steps filled, weights by bulk copies and tokens by TMA
-// (128-byte swizzle). Two consumer warpgroups hold 128 fragment rows each: weights go from shared
-// memory to registers, are dequantised there and are wgmma's operand A, tokens are its N. One wgmma
-// is in flight while the next fragment is converted.
+// and the weights' way through the registers takes longer than the products. Where the last round
+// of pairs would leave half of the blocks or more without work, its pairs are cut along their
+// tokens. Warp 8 is the producer: it keeps a ring of kStages K steps filled, weights by bulk copies
+// and tokens by TMA (128-byte swizzle). Two consumer warpgroups hold 128 fragment rows each:
+// weights go from shared memory to registers, are dequantised there and are wgmma's operand A,
+// tokens are its N. One wgmma is in flight while the next fragment is converted.
 //
 // Token tiles come in falling width, and the consumers run one loop a width, one after the other: a
 // switch over widths inside one loop makes ptxas keep every width's accumulators alive and
@@ -16,6 +17,7 @@
 #include <cstring>
 
 #include "extractor/backend/cuda/check.h"
+#include "extractor/backend/cuda/launch.h"
 #include "extractor/backend/cuda/routed_ffn.h"
 #include "extractor/backend/cuda/sm90/pipeline.h"
 #include "extractor/backend/cuda/sm90/tensor_map.h"
@@ -71,6 +73,37 @@ struct Ring {
     return reinterpret_cast<uint64_t*>(memory + kStages * (kTokenBytes + kWeightBytes)) + stage;
   }
   __device__ uint64_t* empty(int stage) const { return full(kStages + stage); }
+};
+
+// What there is to multiply: pairs of a token tile and a weight tile, the last ones in parts.
+struct Work {
+  static constexpr int kMostParts = 4;
+  int weight_tiles, whole, parts, total;
+  const TokenTile* tiles;
+  __device__ explicit Work(const GroupedProductParams& p)
+      : weight_tiles(p.weight_tiles), parts(1), tiles(p.tiles) {
+    const int pairs = *p.num_tiles * p.weight_tiles, blocks = static_cast<int>(gridDim.x),
+              last = pairs % blocks;
+    if (last > 0) parts = min(kMostParts, blocks / last);
+    whole = pairs - last;
+    total = whole + last * parts;
+  }
+  __device__ int PairOf(int i) const { return i < whole ? i : whole + (i - whole) / parts; }
+  __device__ int WeightTile(int i) const { return PairOf(i) % weight_tiles; }
+  __device__ int Width(int i) const {
+    const int width = tiles[PairOf(i) / weight_tiles].width;
+    return i < whole ? width : (width / 8 + parts - 1) / parts * 8;
+  }
+  // `rows` may be 0 or less: a part behind the tile's last row.
+  __device__ TokenTile Tile(int i) const {
+    TokenTile tile = tiles[PairOf(i) / weight_tiles];
+    if (i < whole) return tile;
+    tile.width = Width(i);
+    const int done = (i - whole) % parts * tile.width;
+    tile.first_row += done;
+    tile.rows = min(tile.rows - done, tile.width);
+    return tile;
+  }
 };
 
 // Half a K step (32 columns) of a thread's two blocks of weights: the words of two fragments and
@@ -179,14 +212,14 @@ __device__ __forceinline__ void Consume(const GroupedProductParams& p, const Tok
 }
 
 template <int kTokenBytes>
-__device__ void Produce(const GroupedProductParams& p, const Maps& maps, int total,
+__device__ void Produce(const GroupedProductParams& p, const Maps& maps, const Work& work,
                         const Ring<kTokenBytes>& ring) {
   Place place(1);
-  for (int i = static_cast<int>(blockIdx.x); i < total; i += static_cast<int>(gridDim.x)) {
-    const TokenTile tile = p.tiles[i / p.weight_tiles];
+  for (int i = static_cast<int>(blockIdx.x); i < work.total; i += static_cast<int>(gridDim.x)) {
+    const TokenTile tile = work.Tile(i);
     const unsigned char* weights =
         p.weights + tile.slot * p.slot_bytes +
-        static_cast<int64_t>(i % p.weight_tiles) * p.k_blocks * kWeightBytes;
+        static_cast<int64_t>(work.WeightTile(i)) * p.k_blocks * kWeightBytes;
     for (int k = 0; k < p.k_blocks; ++k) {
       uint64_t* full = ring.full(place.stage);
       Wait(ring.empty(place.stage), place.phase);
@@ -202,14 +235,11 @@ __device__ void Produce(const GroupedProductParams& p, const Maps& maps, int tot
 
 // The loops of all widths from kWidth down.
 template <Product kProduct, int kWidth, typename Form>
-__device__ __forceinline__ void ConsumeFrom(const GroupedProductParams& p, int total, int& i,
+__device__ __forceinline__ void ConsumeFrom(const GroupedProductParams& p, const Work& work, int& i,
                                             const Ring<Form::kTokenBytes>& ring, Place& place) {
-  for (; i < total && p.tiles[i / p.weight_tiles].width == kWidth;
-       i += static_cast<int>(gridDim.x)) {
-    Consume<kProduct, kWidth, Form>(p, p.tiles[i / p.weight_tiles], i % p.weight_tiles, ring,
-                                    place);
-  }
-  if constexpr (kWidth > 8) ConsumeFrom<kProduct, kWidth - 8, Form>(p, total, i, ring, place);
+  for (; i < work.total && work.Width(i) == kWidth; i += static_cast<int>(gridDim.x))
+    Consume<kProduct, kWidth, Form>(p, work.Tile(i), work.WeightTile(i), ring, place);
+  if constexpr (kWidth > 8) ConsumeFrom<kProduct, kWidth - 8, Form>(p, work, i, ring, place);
 }
 
 template <Product kProduct, typename Form>
@@ -217,6 +247,7 @@ __global__ void __launch_bounds__(kThreads, Form::kBlocks)
     HopperKernel(const __grid_constant__ Maps maps, const GroupedProductParams p) {
   extern __shared__ __align__(1024) unsigned char shared[];
   const Ring<Form::kTokenBytes> ring{shared};
+  LetNextBegin();
   if (threadIdx.x == 0) {
     for (int stage = 0; stage < kStages; ++stage) {
       InitBarrier(ring.full(stage), 1);
@@ -225,15 +256,16 @@ __global__ void __launch_bounds__(kThreads, Form::kBlocks)
     asm volatile("fence.mbarrier_init.release.cluster;\nfence.proxy.async;" ::: "memory");
   }
   __syncthreads();
-  const int total = *p.num_tiles * p.weight_tiles;
+  WaitForEarlier();
+  const Work work(p);
   if (threadIdx.x >= kConsumers) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kProducerRegisters));
-    if (threadIdx.x == kConsumers) Produce(p, maps, total, ring);
+    if (threadIdx.x == kConsumers) Produce(p, maps, work, ring);
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Form::kRegisters));
     Place place(0);
     int i = static_cast<int>(blockIdx.x);
-    ConsumeFrom<kProduct, Form::kRows, Form>(p, total, i, ring, place);
+    ConsumeFrom<kProduct, Form::kRows, Form>(p, work, i, ring, place);
   }
 }
 
@@ -245,9 +277,8 @@ void Launch(const GroupedProductParams& p, const Maps& maps, cudaStream_t stream
   int device, processors;
   Check(cudaGetDevice(&device));
   Check(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device));
-  kernel<<<static_cast<unsigned>(processors * Form::kBlocks), kThreads, Form::kSharedBytes,
-           stream>>>(maps, p);
-  CheckLaunch();
+  LaunchEarly(kernel, dim3(static_cast<unsigned>(processors * Form::kBlocks)), kThreads,
+              Form::kSharedBytes, stream, maps, p);
 }
 
 }  // namespace
