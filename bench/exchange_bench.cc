@@ -1,9 +1,9 @@
-// What the exchanges between two ranks cost, by either carrier, against NCCL's own collectives in
-// the same run (with the same norm behind them where there is one): reduce-scatter, all-gather,
+// What the exchanges between ranks cost, by either carrier, against NCCL's own collectives in the
+// same run (with the same norm behind them where there is one): reduce-scatter, all-gather,
 // all-reduce, and exchange + add + norm, rows of 7168 bf16 values. Peer-to-peer copies are the
-// ceiling. Needs two GPUs; with one, the ranks share it and NCCL is left out.
+// ceiling. A rank a GPU; with fewer GPUs the ranks share them and NCCL is left out.
 //
-//   exchange_bench [--tokens 1,4,…] [--rounds N]
+//   exchange_bench [--ranks N: the GPUs there are, at least 2] [--tokens 1,4,…] [--rounds N]
 #include <algorithm>
 #include <barrier>
 #include <cstdio>
@@ -14,6 +14,7 @@
 #include <thread>
 #include <vector>
 
+#include "bench/numbers.h"
 #include "bench/random_fill.h"
 #include "extractor/backend/cuda/check.h"
 #include "extractor/backend/cuda/rank.h"
@@ -26,7 +27,7 @@ namespace {
 
 using cuda::bf16;
 using cuda::Check;
-constexpr int kHidden = 7168, kWorld = 2;
+constexpr int kHidden = 7168;
 constexpr int kShardedFrom = 257;  // as the engine
 constexpr size_t kRow = kHidden * sizeof(bf16);
 
@@ -57,22 +58,23 @@ struct Rank {
 
 class Bench {
  public:
-  Bench(std::vector<int> tokens, int rounds) : tokens_(std::move(tokens)), rounds_(rounds) {
-    most_ = *std::max_element(tokens_.begin(), tokens_.end());
-    for (int rank = 0; rank < kWorld; ++rank) {
+  Bench(int world, std::vector<int> tokens, int rounds)
+      : world_(world), tokens_(std::move(tokens)), rounds_(rounds) {
+    // NCCL's shards are equal.
+    most_ = PartOf(*std::max_element(tokens_.begin(), tokens_.end())) * world_;
+    for (int rank = 0; rank < world_; ++rank) {
       devices_.push_back(rank % NumGpus());
       ranks_.push_back(std::make_unique<Rank>(rank, devices_.back(), most_));
     }
     peer_ = cuda::MakeGroup(devices_, CudaOptions::Comm::kPeer);
     Join(*peer_);
 #ifdef STATETAP_NCCL
-    if (NumGpus() >= kWorld) {
+    if (NumGpus() >= world_) {
       nccl_ = cuda::MakeGroup(devices_, CudaOptions::Comm::kNccl);
       Join(*nccl_);
-      ncclComm_t comms[kWorld];
-      if (ncclCommInitAll(comms, kWorld, devices_.data()) != ncclSuccess) std::abort();
-      for (int rank = 0; rank < kWorld; ++rank)
-        ranks_[static_cast<size_t>(rank)]->comm = comms[rank];
+      std::vector<ncclComm_t> comms(ranks_.size());
+      if (ncclCommInitAll(comms.data(), world_, devices_.data()) != ncclSuccess) std::abort();
+      for (size_t rank = 0; rank < ranks_.size(); ++rank) ranks_[rank]->comm = comms[rank];
     }
 #endif
   }
@@ -90,7 +92,7 @@ class Bench {
       Row(
           "all-gather", tokens,
           [&](cuda::DeviceGroup& g, Rank& r) {
-            const RowRange own = ShardOfRows(tokens, r.rank, kWorld);
+            const RowRange own = ShardOfRows(tokens, r.rank, world_);
             g.GatherRows(r.rank, r.partial.as<std::byte>() + static_cast<size_t>(own.begin) * kRow,
                          tokens, kRow, r.all.as<void>(), r.stream.get());
           },
@@ -107,6 +109,8 @@ class Bench {
   }
 
  private:
+  int PartOf(int tokens) const { return (tokens + world_ - 1) / world_; }
+
   void Join(cuda::DeviceGroup& group) {
     for (const auto& rank : ranks_) {
       Check(cudaSetDevice(rank->device));
@@ -129,7 +133,7 @@ class Bench {
   }
 
   void Sum(cuda::DeviceGroup& group, Rank& r, int tokens, bool sharded, bool norm) {
-    const RowRange own = sharded ? ShardOfRows(tokens, r.rank, kWorld) : RowRange{0, tokens};
+    const RowRange own = sharded ? ShardOfRows(tokens, r.rank, world_) : RowRange{0, tokens};
     group.ExchangeAddNorm(r.rank, {r.partial.as<void>(), tokens, kRow, sharded},
                           SumOf(r, own, norm), r.stream.get());
   }
@@ -137,14 +141,14 @@ class Bench {
   void Native([[maybe_unused]] Rank& r, [[maybe_unused]] int tokens, [[maybe_unused]] char what,
               [[maybe_unused]] bool norm) {
 #ifdef STATETAP_NCCL
-    const int part = (tokens + 1) / 2;  // one token: two, rather than none
-    const auto own = static_cast<size_t>(part) * kHidden, count = own * kWorld;
+    const int part = PartOf(tokens);
+    const auto own = static_cast<size_t>(part) * kHidden;
     const auto all = static_cast<size_t>(tokens) * kHidden;
     const cudaStream_t stream = r.stream.get();
     ncclResult_t code = ncclSuccess;
     if (what == 's') {
-      code = ncclReduceScatter(r.partial.as<void>(), r.all.as<void>(), std::min(own, count / 2),
-                               ncclBfloat16, ncclSum, r.comm, stream);
+      code = ncclReduceScatter(r.partial.as<void>(), r.all.as<void>(), own, ncclBfloat16, ncclSum,
+                               r.comm, stream);
     }
     if (what == 'g') {
       code =
@@ -163,14 +167,14 @@ class Bench {
 #endif
   }
 
-  // Median over the rounds of the slower rank's microseconds for one. Launched one by one, or all
+  // Median over the rounds of the slowest rank's microseconds for one. Launched one by one, or all
   // of them as a graph.
   enum class Launch { kOneByOne, kGraph };
   double Time(int repeats, const std::function<void(Rank&)>& once,
               Launch launch = Launch::kOneByOne) {
     std::vector<double> rounds;
-    std::vector<float> ms(kWorld);
-    std::barrier meet(kWorld);
+    std::vector<float> ms(ranks_.size());
+    std::barrier meet(static_cast<std::ptrdiff_t>(ranks_.size()));
     std::vector<std::thread> threads;
     for (const auto& rank : ranks_) {
       threads.emplace_back([&, r = rank.get()] {
@@ -242,21 +246,26 @@ class Bench {
 
   void Ceilings() {
     const size_t bytes = ranks_[0]->partial.size();
-    const auto copy = [&](bool both) {
-      return Time(5, [&, both](Rank& r) {
-        if (!both && r.rank == 1) return;
-        Check(cudaMemcpyAsync(r.all.as<void>(),
-                              ranks_[static_cast<size_t>(1 - r.rank)]->partial.as<void>(), bytes,
+    const auto copy = [&](bool all) {
+      return Time(5, [&, all](Rank& r) {
+        if (!all && r.rank > 0) return;
+        const auto next = static_cast<size_t>((r.rank + 1) % world_);
+        Check(cudaMemcpyAsync(r.all.as<void>(), ranks_[next]->partial.as<void>(), bytes,
                               cudaMemcpyDefault, r.stream.get()));
       });
     };
-    const double one = copy(false), two = copy(true);
+    const double one = copy(false), each = copy(true);
     std::printf(
-        "%d GPUs; copies of %.0f MB from the other rank: %.0f GB/s one way, %.0f each way\n",
-        NumGpus(), static_cast<double>(bytes) / 1e6, static_cast<double>(bytes) / one / 1e3,
-        static_cast<double>(bytes) / two / 1e3);
+        "%d ranks, %d GPUs; copies of %.0f MB from the next rank: %.0f GB/s into one, %.0f into "
+        "each at once\n",
+        world_, NumGpus(), static_cast<double>(bytes) / 1e6, static_cast<double>(bytes) / one / 1e3,
+        static_cast<double>(bytes) / each / 1e3);
+    if (nccl_ == nullptr)
+      std::printf("NCCL is left out: %s\n",
+                  HasNccl() ? "it has no two ranks on a GPU" : "this build has none");
   }
 
+  const int world_;
   const std::vector<int> tokens_;
   const int rounds_;
   int most_ = 0;
@@ -269,22 +278,18 @@ int Main(int argc, char** argv) {
   // Multicast can put the GPUs of a shared host out of service.
   setenv("NCCL_NVLS_ENABLE", "0", 1);
   std::vector<int> tokens = {1, 4, 16, 36, 64, 256, 2048, 8192, 32768};
-  int rounds = 5;
+  int rounds = 5, ranks = std::max(2, NumGpus());
   for (int i = 1; i + 1 < argc; i += 2) {
     const std::string name = argv[i];
+    if (name == "--ranks") ranks = std::clamp(std::atoi(argv[i + 1]), 2, cuda::kMaxRanks);
     if (name == "--rounds") rounds = std::max(1, std::atoi(argv[i + 1]));
-    if (name != "--tokens") continue;
-    tokens.clear();
-    for (const char* at = argv[i + 1]; at != nullptr; at = std::strchr(at, ',')) {
-      if (*at == ',') ++at;
-      tokens.push_back(std::atoi(at));
-    }
+    if (name == "--tokens") tokens = Numbers(argv[i + 1]);
   }
   if (NumGpus() == 0) {
     std::printf("exchange_bench: no GPU can be used here\n");
     return 1;
   }
-  Bench(std::move(tokens), rounds).Run();
+  Bench(ranks, std::move(tokens), rounds).Run();
   return 0;
 }
 

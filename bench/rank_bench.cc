@@ -1,70 +1,73 @@
-// One rank of eight of Kimi-K2.5 at full size on one GPU: all 61 layers, random INT4 experts and
-// bf16 weights made on the device, real routing, the real layer loop. Communication is left out:
-// the rank norms its own rows, the rows of the others stay as they are, and their choice of experts
-// is its own, repeated; tokens are drawn from the whole vocabulary, seven eighths of whose logits
-// are random. Rates are node equivalents: the tokens of a step over the rank's time for it.
+// Kimi-K2.5 at full size with random INT4 experts and bf16 weights made on the device, real
+// routing, the real layer loop, each rank on its thread as in the engine.
 //
-// --exchange: what prompts cost with the exchanges of eight ranks beside the same without, two
-// ranks on two GPUs that play the others to each other (stand_in_group.h); on one GPU the rank
-// copies its own rows.
+// By default one rank of eight on one GPU. Communication is left out: the rank norms its own rows,
+// the rows of the others stay as they are, and their choice of experts is its own, repeated; tokens
+// are drawn from the whole vocabulary, seven eighths of whose logits are random. Rates are node
+// equivalents: the tokens of a step over the rank's time for it.
+//
+// --ranks N: all N ranks, one a GPU, with the product's own exchanges by `peer` and `nccl`, beside
+// the same steps without (`none`): the difference is what exchanges expose. Every carrier has to
+// give the same tokens and states, bit for bit. With fewer GPUs the ranks share them, which is for
+// trying things out: times mean nothing then, and NCCL is left out.
+//
+// --exchange: what prompts cost with exchanges beside the same without. Of one rank, `serial`,
+// `pieces` and `overlapped`: two ranks on two GPUs play the others of eight to each other
+// (stand_in_group.h); on one GPU the rank copies its own rows.
 //
 // Routing: `uniform`; `zipf`, expert i of the order of popularity chosen 1/i as often as the first;
-// `hot`, one expert of this rank chosen four times as often as the others. Skew is made by the
+// `hot`, one expert of a rank chosen four times as often as the others. Skew is made by the
 // router's bias, so that the router does its real work.
 //
-//   rank_bench [--layers N] [--experts expert|tensor] [--kernels auto|portable|hopper]
-//              [--routing uniform,zipf,hot] [--prefill 8192,…] [--decode 1,16,…]
-//              [--context 2048,…] [--repeats N] [--graphs on|off] [--exchange
-//              none,serial,pieces,overlapped]
+//   rank_bench [--ranks N] [--layers N] [--experts expert|tensor] [--kernels auto|portable|hopper]
+//              [--routing uniform,zipf,hot] [--prefill 8192,…] [--sample 2048] [--decode 1,16,…]
+//              [--context 2048,…] [--cache 262144] [--repeats N] [--graphs on|off]
+//              [--exchange none,serial,pieces,overlapped | none,peer,nccl]
 #include <algorithm>
 #include <chrono>
 #include <cmath>
-#include <cstring>
+#include <cstdlib>
+#include <functional>
 #include <map>
+#include <optional>
 #include <random>
+#include <set>
 #include <string>
-#include <thread>
 
 #include "bench/numbers.h"
 #include "bench/random_fill.h"
+#include "bench/random_model.h"
 #include "bench/stand_in_group.h"
+#include "bench/switched_group.h"
 #include "extractor/backend/cuda/check.h"
 #include "extractor/backend/cuda/rank.h"
+#include "extractor/base/digest.h"
+#include "extractor/engine/rank_group.h"
 #include "extractor/model/transformer.h"
 
 namespace statetap::bench {
 namespace {
 
+// One rank alone has the experts of rank kRank of kWorld.
 constexpr int kWorld = 8, kRank = 3;
 constexpr int kShardedFrom = 257;  // as the engine
-constexpr int kSampleTokens = 2048;
+constexpr auto kPatience = std::chrono::seconds(60);
 
-ModelConfig KimiK25(int layers) {
-  ModelConfig c;
-  c.hidden = 7168;
-  c.num_layers = layers;
-  c.num_heads = 64;
-  c.q_lora_rank = 1536;
-  c.kv_lora_rank = 512;
-  c.nope_dim = 128;
-  c.rope_dim = 64;
-  c.v_dim = 128;
-  c.dense_width = 18432;
-  c.expert_width = 2048;
-  c.num_experts = 384;
-  c.top_k = 8;
-  c.num_shared_experts = 1;
-  c.num_dense_layers = 1;
-  c.routed_scaling = 2.827;
-  c.rms_norm_eps = 1e-5;
-  c.rope = {50000, true, 64, 4096, 32, 1, 1, 1};
-  c.max_positions = 262144;
-  c.vocab = 163840;
-  return c;
-}
+// How rows go between the ranks of a run: played, or by a carrier.
+struct Way {
+  const char* name;
+  Exchange played = Exchange::kNone;
+  std::optional<CudaOptions::Comm> comm = {};
+};
+constexpr Way kWays[] = {{"none"},
+                         {"serial", Exchange::kSerial},
+                         {"pieces", Exchange::kPieces},
+                         {"overlapped", Exchange::kOverlapped},
+                         {"peer", Exchange::kNone, CudaOptions::Comm::kPeer},
+                         {"nccl", Exchange::kNone, CudaOptions::Comm::kNccl}};
 
-// A rank with the experts of rank kRank, without the others. Times each op by events if asked.
-class LoneRank final : public cuda::CudaBackend {
+// Times each op by events if asked. Where the other ranks are played, so are their logits.
+class TimedRank final : public cuda::CudaBackend {
  public:
   using CudaBackend::CudaBackend;
 
@@ -72,21 +75,23 @@ class LoneRank final : public cuda::CudaBackend {
   void FillCache() {
     FillNormal(cache().as<cuda::bf16>(), static_cast<int64_t>(cache().size() / sizeof(cuda::bf16)),
                1, 77);
+    cuda::Check(cudaDeviceSynchronize());
   }
   // As many logits as all ranks have, random ones for now.
   void MakeLogits(int max_rows, int vocab_per_rank) {
-    const int64_t count = int64_t{kWorld} * max_rows * vocab_per_rank;
+    const int64_t count = int64_t{communicator().world()} * max_rows * vocab_per_rank;
     std::vector<float> values(static_cast<size_t>(vocab_per_rank));
     std::mt19937 engine(5);
     std::normal_distribution<float> normal;
     logits_ = cuda::DeviceBuffer(static_cast<size_t>(count) * sizeof(float));
-    for (int row = 0; row < kWorld * max_rows; ++row) {
+    for (int64_t row = 0; row < count / vocab_per_rank; ++row) {
       for (float& value : values) value = normal(engine);
-      cuda::CopyIn(logits_.as<float>() + int64_t{row} * vocab_per_rank, values.data(),
+      cuda::CopyIn(logits_.as<float>() + row * vocab_per_rank, values.data(),
                    values.size() * sizeof(float));
     }
   }
 
+  bool alone = true;  // the others are played
   bool timed = false;
   std::map<std::string, double> milliseconds;  // by op, of all timed steps
 
@@ -125,6 +130,7 @@ class LoneRank final : public cuda::CudaBackend {
     Timed("head and draw", [&] { CudaBackend::Sample(s, p); });
   }
   const float* AllLogits(const float* own, int count, int vocab_per_rank) override {
+    if (!alone) return CudaBackend::AllLogits(own, count, vocab_per_rank);
     const auto block = static_cast<size_t>(count) * static_cast<size_t>(vocab_per_rank);
     // Of a sharded step most rows are other ranks', and zero here.
     if (!sharded_) {
@@ -175,60 +181,6 @@ class LoneRank final : public cuda::CudaBackend {
   bool sharded_ = false;
 };
 
-WeightPtr RandomMatrix(Backend& backend, int64_t rows, int64_t cols, float scale = 1) {
-  static uint32_t seed = 1;  // ranks are made one after the other
-  auto weight = backend.NewMatrix(rows, cols, DType::kBf16);
-  const auto& matrix = cuda::AsMatrix(*weight);
-  FillNormal(const_cast<cuda::bf16*>(matrix.data()), rows * cols,
-             scale / std::sqrt(static_cast<float>(cols)), ++seed);
-  return weight;
-}
-
-WeightPtr Vector(Backend& backend, int64_t cols, float value) {
-  auto weight = backend.NewMatrix(1, cols, DType::kBf16);
-  FillValue(const_cast<float*>(cuda::AsMatrix(*weight).vector()), cols, value);
-  return weight;
-}
-
-ModelWeights RandomWeights(Backend& backend, const ModelConfig& c, const ParallelLayout& layout) {
-  ModelWeights w;
-  w.embed = RandomMatrix(backend, layout.vocab_per_rank(), c.hidden, 80);
-  w.lm_head = RandomMatrix(backend, layout.vocab_per_rank(), c.hidden);
-  w.norm = Vector(backend, c.hidden, 1);
-  const int heads = layout.heads();
-  for (int layer = 0; layer < c.num_layers; ++layer) {
-    LayerWeights l;
-    l.input_norm = Vector(backend, c.hidden, 1);
-    l.post_attention_norm = Vector(backend, c.hidden, 1);
-    l.q_a = RandomMatrix(backend, c.q_lora_rank, c.hidden);
-    l.q_a_norm = Vector(backend, c.q_lora_rank, 1);
-    l.q_b = RandomMatrix(backend, heads * c.qk_dim(), c.q_lora_rank);
-    l.kv_a = RandomMatrix(backend, c.latent_dim(), c.hidden);
-    l.kv_a_norm = Vector(backend, c.kv_lora_rank, 1);
-    l.kv_b = RandomMatrix(backend, heads * (c.nope_dim + c.v_dim), c.kv_lora_rank);
-    l.o = RandomMatrix(backend, c.hidden, heads * c.v_dim);
-    const int width = c.IsMoe(layer) ? layout.shared_width() : layout.dense_width();
-    l.dense = {RandomMatrix(backend, width, c.hidden), RandomMatrix(backend, width, c.hidden),
-               RandomMatrix(backend, c.hidden, width)};
-    if (c.IsMoe(layer)) {
-      l.router = RandomMatrix(backend, c.num_experts, c.hidden);
-      l.router_bias = Vector(backend, c.num_experts, 0);
-      ExpertsShape shape;
-      shape.num_slots = layout.num_slots();
-      shape.hidden = c.hidden;
-      shape.width = layout.expert_width();
-      shape.slot_of_expert = layout.SlotsOf(layer, kRank);
-      l.experts = backend.NewExperts(shape);
-      const auto& experts = cuda::AsExperts(*l.experts);
-      FillBlocks(experts.memory(), shape.num_slots * experts.slot_bytes() / cuda::kInt4BlockBytes,
-                 1 / (4.61f * 84), static_cast<uint32_t>(layer));
-    }
-    w.layers.push_back(std::move(l));
-  }
-  cuda::Check(cudaDeviceSynchronize());
-  return w;
-}
-
 enum class Routing { kUniform, kZipf, kHot };
 constexpr const char* kRoutingNames[] = {"uniform", "zipf", "hot"};
 
@@ -265,213 +217,346 @@ std::vector<float> BiasFor(const std::vector<double>& chosen, int top_k) {
 }
 
 struct Options {
+  int ranks = 0;  // 0: one of kWorld, the others played
   int layers = 61;
   ExpertLayout experts = ExpertLayout::kExpert;
   CudaOptions cuda;
   std::vector<int> prefill = {8192, 16384}, decode = {1, 16, 64, 256}, context = {2048};
+  int sample = 2048;       // tokens, of prefill
+  int cache = 256 * 1024;  // tokens
   std::vector<Routing> routing = {Routing::kUniform};
-  std::vector<Exchange> exchange = {Exchange::kNone};
+  std::vector<Way> ways = {kWays[0]};
   bool graphs = true;
   int repeats = 5;
+
+  bool all() const { return ranks > 0; }
+  int world() const { return all() ? ranks : kWorld; }
 };
 
 int Largest(const std::vector<int>& numbers) {
   return numbers.empty() ? 0 : *std::max_element(numbers.begin(), numbers.end());
 }
 
+// No step comes after a fault; devices may still be at work for it.
+void OrEnd(const absl::Status& status) {
+  if (status.ok()) return;
+  std::printf("rank_bench: %s\n", std::string(MessageOf(status)).c_str());
+  std::fflush(stdout);
+  std::_Exit(1);
+}
+
 class Bench {
  public:
-  Bench(const Options& options, int rank, int device, std::shared_ptr<StandInGroup> group)
+  // A rank a device.
+  Bench(const Options& options, const std::vector<int>& devices, const ParallelLayout& layout)
       : options_(options),
-        rank_(rank),
         config_(KimiK25(options.layers)),
-        layout_(*ParallelLayout::Make(config_, kWorld, options.experts, true)),
-        group_(std::move(group)),
-        backend_(rank, device, group_, options.cuda) {
-    const double before = Used();
-    ModelWeights weights = RandomWeights(backend_, config_, layout_);
-    const double weights_bytes = Used() - before;
-    for (const LayerWeights& layer : weights.layers) {
-      if (layer.router_bias != nullptr)
-        biases_.push_back(const_cast<float*>(cuda::AsMatrix(*layer.router_bias).vector()));
+        layout_(layout),
+        played_(std::make_shared<StandInGroup>(options.world(), devices)),
+        num_pages_(options.cache / kPageTokens) {
+    SwitchedGroup::Groups groups = {played_};
+    for (const Way& way : options.ways) {
+      if (way.comm) groups.push_back(cuda::MakeGroup(devices, *way.comm));
     }
-    backend_.UseGraphs(options.graphs);
-    ModelLimits limits;
-    limits.max_tokens = std::max({512, Largest(options.prefill), Largest(options.decode)});
-    limits.max_context = 65536;
-    limits.max_logit_rows = 64;
-    limits.num_pages = kPages;
-    limits.inner_eps = 1e-6;
-    model_ = std::make_unique<Transformer>(config_, layout_, backend_, std::move(weights), limits);
-    output_.chosen.resize(static_cast<size_t>(limits.max_tokens));
-    max_tokens_ = limits.max_tokens;
-    backend_.FillCache();
-    backend_.MakeLogits(limits.max_logit_rows, layout_.vocab_per_rank());
-    const auto cache =
-        static_cast<double>(Transformer::PageBytes(config_, backend_.activation_bytes()) * kPages);
-    if (rank_ != 0) return;
-    std::printf(
-        "one rank of %d, communication excluded: %d layers, %s layout, %s kernels, graphs %s\n"
-        "memory, GB: weights %.1f, cache %.1f (%d tokens), scratch for %d tokens and the rest "
-        "%.1f\n",
-        kWorld, config_.num_layers, options.experts == ExpertLayout::kExpert ? "expert" : "tensor",
-        options.cuda.kernels == CudaOptions::Kernels::kPortable ? "portable" : "hopper",
-        options.graphs ? "on" : "off", weights_bytes / 1e9, cache / 1e9, kPages * kPageTokens,
-        max_tokens_, (Used() - before - weights_bytes - cache) / 1e9);
+    group_ = std::make_shared<SwitchedGroup>(std::move(groups));
+    for (size_t rank = 0; rank < devices.size(); ++rank) {
+      cuda::Check(cudaSetDevice(devices[rank]));
+      auto backend =
+          std::make_unique<TimedRank>(static_cast<int>(rank), devices[rank], group_, options.cuda);
+      ranks_.push_back({backend.get(), devices[rank], nullptr, {}});
+      backends_.push_back(std::move(backend));
+    }
+    threads_ = std::make_unique<RankGroup>(backends_, kPatience);
+    limits_.max_tokens = std::max({512, Largest(options.prefill), Largest(options.decode)});
+    limits_.max_context = std::max(65536, Largest(options.context));
+    limits_.max_logit_rows = 64;
+    limits_.num_pages = num_pages_;
+    limits_.inner_eps = 1e-6;
+    OnRanks([this](Rank& rank, int number) { Make(rank, number); });
+    output_.chosen.resize(static_cast<size_t>(limits_.max_tokens));
+    PrintMemory(devices);
   }
 
-  // Every routing, exchange, size; beside the other ranks' threads.
-  void Measure() {
+  // Every routing, exchange, size. False: carriers gave different bits.
+  bool Measure() {
     for (const Routing routing : options_.routing) {
       Route(routing);
-      for (const Exchange exchange : options_.exchange) {
-        Use(exchange);
-        const bool alone = exchange == Exchange::kNone;
+      without_.clear();
+      results_.clear();
+      for (const Way& way : options_.ways) {
+        Use(way);
+        const bool played = way_.played != Exchange::kNone;
         for (const bool capture : {false, true}) {
-          if (capture && !alone) continue;
+          if (capture && played) continue;
           for (const int tokens : options_.prefill) Prefill(tokens, capture);
           for (const int context : options_.context) {
             for (const int batch : options_.decode) {
-              if (alone) Decode(batch, context, capture);
+              if (!played) Decode(batch, context, capture);
             }
           }
         }
       }
     }
+    return same_;
   }
 
  private:
-  static constexpr int kPages = 4096;
+  struct Rank {
+    TimedRank* backend;
+    int device;
+    std::unique_ptr<Transformer> model;
+    std::vector<float*> biases;  // of the routers
+  };
+  // A step as every rank has it: the ids of one whose others are played are its own.
+  using Plans = std::vector<StepPlan>;
 
-  void Use(Exchange exchange) {
-    group_->Slowest(rank_, 0);
-    if (rank_ == 0) group_->exchange = exchange;
-    group_->Slowest(rank_, 0);
+  // Each rank on its own thread, its device current.
+  void OnRanks(const std::function<void(Rank& rank, int number)>& work) {
+    OrEnd(threads_->RunAll([&](int number) {
+      Rank& rank = ranks_[static_cast<size_t>(number)];
+      cuda::Check(cudaSetDevice(rank.device));
+      work(rank, number);
+    }));
+  }
+
+  void Make(Rank& rank, int number) {
+    const int experts = options_.all() ? number : kRank;
+    ModelWeights weights = RandomWeights(*rank.backend, config_, layout_, experts);
+    for (const LayerWeights& layer : weights.layers) {
+      if (layer.router_bias != nullptr)
+        rank.biases.push_back(const_cast<float*>(cuda::AsMatrix(*layer.router_bias).vector()));
+    }
+    rank.backend->UseGraphs(options_.graphs);
+    rank.model =
+        std::make_unique<Transformer>(config_, layout_, *rank.backend, std::move(weights), limits_);
+    rank.backend->MakeLogits(limits_.max_logit_rows, layout_.vocab_per_rank());
+  }
+
+  void PrintMemory(const std::vector<int>& devices) const {
+    const auto gb = [](int64_t bytes) { return static_cast<double>(bytes) / 1e9; };
+    if (options_.all()) {
+      const size_t gpus = std::set<int>(devices.begin(), devices.end()).size();
+      std::printf("%d ranks on %zu GPUs%s", options_.ranks, gpus,
+                  gpus < devices.size() ? ", which they share: times mean nothing" : "");
+    } else {
+      std::printf("one rank of %d, communication excluded", kWorld);
+    }
+    const Backend::Memory memory = ranks_[0].backend->memory();
+    std::printf(
+        ": %d layers, %s layout, %s kernels, graphs %s\n"
+        "memory of a rank, GB: weights %.1f, cache %.1f (%d tokens), scratch for %d tokens %.1f\n",
+        config_.num_layers, options_.experts == ExpertLayout::kExpert ? "expert" : "tensor",
+        options_.cuda.kernels == CudaOptions::Kernels::kPortable ? "portable" : "hopper",
+        options_.graphs ? "on" : "off", gb(memory.weights), gb(memory.kv_cache),
+        num_pages_ * kPageTokens, limits_.max_tokens, gb(memory.workspace + memory.capture));
+    std::fflush(stdout);
+  }
+
+  // What one way has left behind is not the next one's to start from.
+  void Use(const Way& way) {
+    way_ = way;
+    played_->exchange = way.played;
+    size_t group = 0;
+    for (const Way& other : options_.ways) {
+      if (!way.comm) break;
+      group += other.comm.has_value();
+      if (other.comm == way.comm) break;
+    }
+    group_->Use(group);
+    OnRanks([this](Rank& rank, int) {
+      rank.backend->alone = !way_.comm;
+      rank.backend->ForgetGraphs();
+      rank.backend->FillCache();
+    });
   }
 
   void Route(Routing routing) {
     const std::vector<double> chosen = Popularity(config_, routing);
     const std::vector<float> bias = BiasFor(chosen, config_.top_k);
-    for (float* layer : biases_) cuda::CopyIn(layer, bias.data(), bias.size() * sizeof(float));
-    double here = 0;
-    const std::vector<int32_t> slots = layout_.SlotsOf(1, kRank);
-    for (size_t e = 0; e < chosen.size(); ++e) here += slots[e] >= 0 ? chosen[e] : 0;
-    if (rank_ == 0) {
-      std::printf("\n%s routing: %.2f of a token's %d experts here on average\n",
-                  kRoutingNames[static_cast<int>(routing)], here, config_.top_k);
+    OnRanks([&bias](Rank& rank, int) {
+      for (float* layer : rank.biases)
+        cuda::CopyIn(layer, bias.data(), bias.size() * sizeof(float));
+    });
+    std::printf("\n%s routing", kRoutingNames[static_cast<int>(routing)]);
+    if (!options_.all()) {
+      double here = 0;
+      const std::vector<int32_t> slots = layout_.SlotsOf(1, kRank);
+      for (size_t e = 0; e < chosen.size(); ++e) here += slots[e] >= 0 ? chosen[e] : 0;
+      std::printf(": %.2f of a token's %d experts here on average", here, config_.top_k);
     }
+    std::printf("\n");
   }
 
-  // Samples of kSampleTokens, packed.
+  // Samples, packed.
   void Prefill(int tokens, bool capture) {
     StepPlan plan;
-    plan.num_seqs = (tokens + kSampleTokens - 1) / kSampleTokens;
-    plan.pages_per_seq = kSampleTokens / kPageTokens;
-    for (int page = 0; page < plan.num_seqs * plan.pages_per_seq; ++page)
-      plan.page_table.push_back(page % kPages);
+    plan.num_seqs = (tokens + options_.sample - 1) / options_.sample;
+    plan.pages_per_seq = (options_.sample + kPageTokens - 1) / kPageTokens;
     for (int t = 0; t < tokens; ++t) {
-      AddToken(plan, t % kSampleTokens, t / kSampleTokens);
-      if (t % kSampleTokens == kSampleTokens - 1) AddLogit(plan, t);
+      const int position = t % options_.sample;
+      plan.positions.push_back(position);
+      plan.sequence.push_back(t / options_.sample);
+      if (position == options_.sample - 1) AddLogit(plan, t);
     }
-    if (capture) plan.boundaries = CapturedBoundaries();
-    const double ms = Run(plan);
-    if (rank_ != 0) return;
-    std::printf("prefill %6d tokens%s", tokens, capture ? " with capture" : "             ");
-    if (group_->exchange != Exchange::kNone)
-      std::printf(", exchange %s", kExchangeNames[static_cast<int>(group_->exchange)]);
-    std::printf(": %8.2f ms, %7.0f tok/s node equivalent\n", ms, tokens / ms * 1e3);
-    PrintOps();
+    Run(fmt::format("prefill {:6} tokens", tokens), std::move(plan), capture,
+        options_.all() ? "tok/s" : "tok/s node equivalent");
   }
 
   void Decode(int batch, int context, bool capture) {
     StepPlan plan;
-    if (capture) plan.boundaries = CapturedBoundaries();
     plan.num_seqs = batch;
     plan.pages_per_seq = (context + kPageTokens - 1) / kPageTokens;
-    for (int page = 0; page < plan.num_seqs * plan.pages_per_seq; ++page)
-      plan.page_table.push_back(page % kPages);
     for (int t = 0; t < batch; ++t) {
-      AddToken(plan, context - 1, t);
+      plan.positions.push_back(context - 1);
+      plan.sequence.push_back(t);
       plan.decodes.push_back(1);
       AddLogit(plan, t);
     }
-    const double ms = Run(plan);
-    if (rank_ != 0) return;
-    std::printf("decode batch %4d context %6d%s: %7.2f ms a step, %7.0f tok/s\n", batch, context,
-                capture ? " with capture" : "             ", ms, batch / ms * 1e3);
-    PrintOps();
+    Run(fmt::format("decode batch {:4} context {:6}", batch, context), std::move(plan), capture,
+        "tok/s");
   }
 
-  void AddToken(StepPlan& plan, int position, int sequence) {
-    const int first = layout_.vocab_per_rank() * 0;  // rank 0 of the lone group holds these ids
-    plan.ids.push_back(first + static_cast<int>(plan.ids.size() * 7919 % 20480));
-    plan.positions.push_back(position);
-    plan.sequence.push_back(sequence);
-  }
   static void AddLogit(StepPlan& plan, int row) {
     plan.logit_rows.push_back(row);
     plan.draws.push_back({1.0, 0.95, 1, static_cast<uint64_t>(row), 1, -1});
   }
 
-  // Milliseconds of a step, median, of the slower rank; then a table of ops from timed steps.
-  double Run(const StepPlan& plan) {
-    const bool sharded = plan.num_tokens() >= kShardedFrom;
-    while (output_.states.size() < plan.boundaries.size()) {
-      const size_t count = static_cast<size_t>(max_tokens_) * static_cast<size_t>(config_.hidden);
-      output_.states.emplace_back(
-          static_cast<uint16_t*>(backend_.AllocateHost(count * sizeof(uint16_t))), count);
+  // Its own copy for every rank. A rank whose others are played embeds tokens of its own part of
+  // the vocabulary: the others' rows would be zeros.
+  Plans ForEach(StepPlan plan) const {
+    for (int page = 0; page < plan.num_seqs * plan.pages_per_seq; ++page)
+      plan.page_table.push_back(page % num_pages_);
+    Plans plans;
+    for (int rank = 0; rank < static_cast<int>(ranks_.size()); ++rank) {
+      const int part = layout_.vocab_per_rank(), first = way_.comm ? 0 : part * rank,
+                ids = way_.comm ? config_.vocab : part;
+      plan.ids.clear();
+      for (size_t t = 0; t < plan.positions.size(); ++t)
+        plan.ids.push_back(first + static_cast<int>(t * 7919 % static_cast<size_t>(ids)));
+      plans.push_back(plan);
     }
+    return plans;
+  }
+
+  void Step(const Plans& plans) {
+    const bool sharded = plans[0].num_tokens() >= kShardedFrom;
+    OnRanks([&](Rank& rank, int number) {
+      rank.model->Forward(plans[static_cast<size_t>(number)], sharded, output_);
+    });
+  }
+
+  // Milliseconds of a step, median; then a table of rank 0's ops from timed steps.
+  void Run(std::string name, StepPlan plan, bool capture, const char* unit) {
+    if (capture) {
+      plan.boundaries = CapturedBoundaries();
+      name += " with capture";
+    }
+    while (output_.states.size() < plan.boundaries.size()) {
+      const size_t count =
+          static_cast<size_t>(limits_.max_tokens) * static_cast<size_t>(config_.hidden);
+      output_.states.emplace_back(
+          static_cast<uint16_t*>(backends_[0]->AllocateHost(count * sizeof(uint16_t))), count);
+    }
+    const Plans plans = ForEach(std::move(plan));
     std::vector<double> times;
     for (int i = 0; i < options_.repeats + 2; ++i) {
-      group_->Slowest(rank_, 0);
       const auto start = std::chrono::steady_clock::now();
-      model_->Forward(plan, sharded, output_);
+      Step(plans);
       const std::chrono::duration<double, std::milli> took =
           std::chrono::steady_clock::now() - start;
-      const double slowest = group_->Slowest(rank_, took.count());
-      if (i >= 2) times.push_back(slowest);
+      if (i >= 2) times.push_back(took.count());
     }
     std::sort(times.begin(), times.end());
-    // The second time may be as a graph; its events are nodes of it.
-    backend_.ForgetGraphs();
-    backend_.timed = true;
-    for (int i = 0; i < 2; ++i) {
-      backend_.milliseconds.clear();
-      model_->Forward(plan, sharded, output_);
+    const double ms = times[times.size() / 2];
+    const int tokens = plans[0].num_tokens();
+    std::printf("%-42s %-10s: %8.2f ms, %7.0f %s", name.c_str(), way_.name, ms, tokens / ms * 1e3,
+                unit);
+    if (way_.comm) {
+      PrintExposed(name, ms);
+      Compare(name, plans[0]);
+    } else if (way_.played == Exchange::kNone) {
+      without_[name] = ms;
     }
-    backend_.timed = false;
-    backend_.ForgetGraphs();
-    return times[times.size() / 2];
+    std::printf("\n");
+    TimeOps(plans);
   }
-  void PrintOps() const {
+
+  void PrintExposed(const std::string& name, double ms) const {
+    const auto without = without_.find(name);
+    if (without == without_.end()) return;
+    const double exposed = ms - without->second;
+    std::printf("; exchanges expose %.2f ms, %.0f %%", exposed, 100 * exposed / ms);
+  }
+
+  // What a step gives does not depend on the carrier. Sequences that share pages of the cache write
+  // over each other, nothing can be said of them.
+  void Compare(const std::string& name, const StepPlan& plan) {
+    if (plan.num_seqs * plan.pages_per_seq > num_pages_) return;
+    Xxh3 digest;
+    for (size_t i = 0; i < plan.logit_rows.size(); ++i) {
+      const ChosenToken& token = output_.chosen[i];
+      if (!std::isfinite(token.logprob)) {
+        std::printf("; NOT FINITE");
+        same_ = false;
+      }
+      digest.Update(std::as_bytes(std::span(&token.id, 1)));
+      digest.Update(std::as_bytes(std::span(&token.logprob, 1)));
+    }
+    const auto rows = static_cast<size_t>(plan.num_tokens());
+    for (size_t i = 0; i < plan.boundaries.size(); ++i)
+      digest.Update(
+          std::as_bytes(output_.states[i].first(rows * static_cast<size_t>(config_.hidden))));
+    const auto [first, is_new] = results_.emplace(name, digest.Digest());
+    if (is_new) return;
+    const bool equal = first->second == digest.Digest();
+    std::printf("; %s", equal ? "the same bits" : "OTHER BITS than by the first carrier");
+    same_ = same_ && equal;
+  }
+
+  void TimeOps(const Plans& plans) {
+    const auto set = [this](bool timed) {
+      OnRanks([timed](Rank& rank, int) {
+        rank.backend->ForgetGraphs();
+        rank.backend->timed = timed;
+      });
+    };
+    set(true);
+    // The second time may be as a graph; its events are nodes of it.
+    for (int i = 0; i < 2; ++i) {
+      for (const Rank& rank : ranks_) rank.backend->milliseconds.clear();
+      Step(plans);
+    }
+    set(false);
     double sum = 0;
     std::printf("    ");
-    for (const auto& [name, ms] : backend_.milliseconds) {
-      std::printf("%s %.2f  ", name.c_str(), ms);
+    for (const auto& [op, ms] : ranks_[0].backend->milliseconds) {
+      std::printf("%s %.2f  ", op.c_str(), ms);
       sum += ms;
     }
     std::printf("(timed op by op: %.2f)\n", sum);
     std::fflush(stdout);
   }
   std::vector<int> CapturedBoundaries() const {
-    return {2, config_.num_layers / 2, config_.num_layers - 3, config_.num_layers};
-  }
-  static double Used() {
-    size_t free, total;
-    cuda::Check(cudaMemGetInfo(&free, &total));
-    return static_cast<double>(total - free);
+    const std::set<int> boundaries = {std::min(2, config_.num_layers), config_.num_layers / 2,
+                                      std::max(0, config_.num_layers - 3), config_.num_layers};
+    return {boundaries.begin(), boundaries.end()};
   }
 
   const Options options_;
-  const int rank_;
   const ModelConfig config_;
   const ParallelLayout layout_;
-  const std::shared_ptr<StandInGroup> group_;
-  LoneRank backend_;
-  std::unique_ptr<Transformer> model_;
+  const std::shared_ptr<StandInGroup> played_;
+  const int num_pages_;
+  ModelLimits limits_;
+  std::shared_ptr<SwitchedGroup> group_;
+  std::vector<std::unique_ptr<Backend>> backends_;
+  std::vector<Rank> ranks_;
+  std::unique_ptr<RankGroup> threads_;
   StepOutput output_;
-  int max_tokens_ = 0;
-  std::vector<float*> biases_;  // of the routers
+  Way way_ = kWays[0];
+  std::map<std::string, double> without_;    // ms by step
+  std::map<std::string, uint64_t> results_;  // digests by step, of the first carrier
+  bool same_ = true;
 };
 
 // What this very machine gives in this run: cuBLASLt at 8192³ in bursts, and a device copy.
@@ -521,10 +606,35 @@ std::vector<T> Named(const std::string& text, const char* const (&names)[kCount]
   return values;
 }
 
+// The ways to go for these ranks: a carrier needs all of them, a played one a lone rank.
+std::vector<Way> WaysOf(const std::string& text, const Options& options) {
+  std::vector<Way> ways;
+  for (const Way& way : kWays) {
+    if (text.find(way.name) == std::string::npos) continue;
+    const bool fits = way.comm ? options.all() : !options.all() || way.played == Exchange::kNone;
+    const char* missing = nullptr;
+    if (!fits) missing = way.comm ? "needs --ranks" : "is of one rank, without --ranks";
+    if (fits && way.comm == CudaOptions::Comm::kNccl) {
+      if (!HasNccl()) missing = "this build has no NCCL";
+      if (options.ranks > NumGpus()) missing = "NCCL has no two ranks on a GPU";
+    }
+    if (missing == nullptr) {
+      ways.push_back(way);
+    } else {
+      std::printf("--exchange %s left out: %s\n", way.name, missing);
+    }
+  }
+  return ways;
+}
+
 int Main(int argc, char** argv) {
+  // Multicast can put the GPUs of a shared host out of service.
+  setenv("NCCL_NVLS_ENABLE", "0", 1);
   Options options;
+  std::string exchange = kWays[0].name;
   for (int i = 1; i + 1 < argc; i += 2) {
     const std::string name = argv[i], value = argv[i + 1];
+    if (name == "--ranks") options.ranks = std::atoi(argv[i + 1]);
     if (name == "--layers") options.layers = std::atoi(argv[i + 1]);
     if (name == "--repeats") options.repeats = std::atoi(argv[i + 1]);
     if (name == "--experts" && value == "tensor") options.experts = ExpertLayout::kTensor;
@@ -533,32 +643,29 @@ int Main(int argc, char** argv) {
     if (name == "--kernels" && value == "hopper")
       options.cuda.kernels = CudaOptions::Kernels::kHopper;
     if (name == "--prefill") options.prefill = Numbers(argv[i + 1]);
+    if (name == "--sample") options.sample = std::max(1, std::atoi(argv[i + 1]));
     if (name == "--decode") options.decode = Numbers(argv[i + 1]);
     if (name == "--context") options.context = Numbers(argv[i + 1]);
+    if (name == "--cache") options.cache = std::max(kPageTokens, std::atoi(argv[i + 1]));
     if (name == "--graphs") options.graphs = value == "on";
-    if (name == "--exchange") options.exchange = Named<Exchange>(value, kExchangeNames);
+    if (name == "--exchange") exchange = value;
     if (name == "--routing") options.routing = Named<Routing>(value, kRoutingNames);
   }
+  options.ways = WaysOf(exchange, options);
+  const auto layout =
+      ParallelLayout::Make(KimiK25(options.layers), options.world(), options.experts, true);
+  OrEnd(layout.status());
+  const int gpus = NumGpus();
+  if (gpus == 0) OrEnd(absl::FailedPreconditionError("no GPU can be used here"));
   cuda::Check(cudaSetDevice(0));
   Ceilings();
-  const bool exchanges = options.exchange != std::vector{Exchange::kNone};
-  const std::vector<int> devices =
-      exchanges && NumGpus() > 1 ? std::vector<int>{0, 1} : std::vector<int>{0};
-  const auto group = std::make_shared<StandInGroup>(kWorld, devices);
-  std::vector<std::unique_ptr<Bench>> ranks;
-  for (const int device : devices) {
-    cuda::Check(cudaSetDevice(device));
-    ranks.push_back(std::make_unique<Bench>(options, device, device, group));
-  }
-  std::vector<std::thread> threads;
-  for (const int device : devices) {
-    threads.emplace_back([&, device] {
-      cuda::Check(cudaSetDevice(device));
-      ranks[static_cast<size_t>(device)]->Measure();
-    });
-  }
-  for (std::thread& thread : threads) thread.join();
-  return 0;
+  const bool played = std::any_of(options.ways.begin(), options.ways.end(),
+                                  [](const Way& way) { return way.played != Exchange::kNone; });
+  // Two ranks play the others to each other.
+  const int ranks = options.all() ? options.ranks : played ? std::min(gpus, 2) : 1;
+  std::vector<int> devices;
+  for (int rank = 0; rank < ranks; ++rank) devices.push_back(rank % gpus);
+  return Bench(options, devices, *layout).Measure() ? 0 : 1;
 }
 
 }  // namespace

@@ -27,7 +27,6 @@ enum class Exchange {
   // half of a layer, which does not wait for them; the one behind it does.
   kOverlapped,
 };
-inline constexpr const char* kExchangeNames[] = {"none", "serial", "pieces", "overlapped"};
 
 class StandInGroup final : public cuda::DeviceGroup {
  public:
@@ -46,16 +45,6 @@ class StandInGroup final : public cuda::DeviceGroup {
   }
   const char* name() const override { return "a stand-in"; }
   Exchange exchange = Exchange::kNone;  // between steps
-
-  // On every rank's thread: all have come; the largest of what they brought.
-  double Slowest(int rank, double value) {
-    ranks_[static_cast<size_t>(rank)]->value = value;
-    meeting_.arrive_and_wait();
-    double most = 0;
-    for (const auto& other : ranks_) most = std::max(most, other->value);
-    meeting_.arrive_and_wait();
-    return most;
-  }
 
   void Join(int) override {}
   void BeginStep(int rank) override { of(rank).small_gathers = 0; }
@@ -170,7 +159,6 @@ class StandInGroup final : public cuda::DeviceGroup {
     std::map<std::pair<size_t, int>, cuda::DeviceBuffer> kept;  // by size and number
     std::map<const void*, size_t> filled;                       // bytes by buffer
     const void* pointer = nullptr;
-    double value = 0;
   };
   Rank& of(int rank) { return *ranks_[static_cast<size_t>(rank)]; }
   Rank& other(int rank) { return *ranks_[ranks_.size() - 1 - static_cast<size_t>(rank)]; }

@@ -2,35 +2,20 @@
 # Runs every test that needs a GPU and prints one table. Exit 0: all passed on a GPU.
 #   scripts/gpu_check.sh            builds first, into build-gpu/
 #   scripts/gpu_check.sh FOLDER     runs the test programs that lie in FOLDER, with FOLDER/lib in the library path
-set -uo pipefail
-cd "$(dirname "$0")/.."
+source "$(dirname "$0")/gpu_common.sh"
 tests=(cuda_kernels_test cuda_ops_test cuda_large_test cuda_group_test cuda_reference_test cuda_engine_test)
-if [ $# -gt 0 ]; then
-  folder=$1
-  export STATETAP_SOURCE_DIR=$PWD LD_LIBRARY_PATH=$folder/lib:${LD_LIBRARY_PATH:-}
-else
-  cmake --preset gpu >/dev/null && ninja -C build-gpu "${tests[@]}" >&2 || exit 1
-  folder=build-gpu/tests
-fi
-# Without a toolkit on the machine PyTorch's own copies of the CUDA libraries serve.
-if ldd "$folder/${tests[0]}" | grep -q 'libcublasLt.*not found'; then
-  LD_LIBRARY_PATH=${LD_LIBRARY_PATH:-}:$(python3 -c 'import glob, os, torch
-root = os.path.dirname(os.path.dirname(torch.__file__))
-print(":".join(sorted({os.path.dirname(p) for p in glob.glob(root + "/nvidia/**/lib/*.so*", recursive=True)})))')
-  export LD_LIBRARY_PATH
-fi
+programs "${1:-}" "${tests[@]}"
 log=${OUT:-$(mktemp -d)}
 nvidia-smi --query-gpu=name,driver_version --format=csv,noheader 2>/dev/null || echo "no GPU here"
-status=0
 printf '%-22s %7s %7s %8s %8s\n' test passed failed skipped seconds
 for test in "${tests[@]}"; do
-  if [ ! -x "$folder/$test" ]; then
+  if [ ! -x "$(program "$test")" ]; then
     printf '%-22s is not in %s: not tested\n' "$test" "$folder"
     status=1
     continue
   fi
   start=$(date +%s.%N)
-  timeout 280 "$folder/$test" --gtest_color=no >"$log/$test.log" 2>&1
+  timeout 280 "$(program "$test")" --gtest_color=no >"$log/$test.log" 2>&1
   code=$?
   seconds=$(awk -v a="$start" -v b="$(date +%s.%N)" 'BEGIN { printf "%.1f", b - a }')
   count() { grep -cE "^\[ +$1 \].*\([0-9]+ ms\)$" "$log/$test.log"; }

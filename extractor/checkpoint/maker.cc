@@ -1,5 +1,7 @@
 #include "extractor/checkpoint/maker.h"
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <atomic>
 #include <cstring>
@@ -140,6 +142,7 @@ class Maker {
 
   // Before anything is planned: thousands of layers do not fit into memory either.
   absl::Status CheckRoom() const {
+    if (options_.holes) return absl::OkStatus();
     uintmax_t needed = 0;
     ForEachTensor(config_, options_.int4_experts, [&](const ExpectedTensor& tensor) {
       uintmax_t bytes = SizeOf(StoredType(tensor.kind, options_));
@@ -167,7 +170,12 @@ class Maker {
     temporary += ".partial";
     STATETAP_ASSIGN_OR_RETURN(const File file, File::Create(temporary));
     STATETAP_RETURN_IF_ERROR(file.WriteAt(0, std::as_bytes(std::span(header))));
-    STATETAP_RETURN_IF_ERROR(WriteChunks(file, chunks));
+    if (options_.holes) {
+      if (ftruncate(file.descriptor(), static_cast<off_t>(header.size()) + DataBytes(shard)) != 0)
+        return ErrnoStatus(errno, "cannot make as large as its weights", temporary);
+    } else {
+      STATETAP_RETURN_IF_ERROR(WriteChunks(file, chunks));
+    }
     STATETAP_RETURN_IF_ERROR(file.Sync());
     if (rename(temporary.c_str(), path.c_str()) != 0) {
       return ErrnoStatus(errno, "cannot rename to", path);

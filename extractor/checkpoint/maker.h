@@ -21,6 +21,10 @@ struct MakeOptions {
   uint64_t seed = 0;
   int num_threads = 0;  // 0: as many as cores
 
+  // Files of full size whose weights are holes: they read as zeros and take no room on the disk.
+  // For benches that make the weights elsewhere.
+  bool holes = false;
+
   // The family's other members.
   bool query_lora = true;    // false: one query projection, as Moonlight
   bool int4_experts = true;  // false: plain bf16, no quantization_config

@@ -98,6 +98,33 @@ std::chrono::milliseconds StepTimeout(const EngineOptions& options) {
   return kGpuStep * std::max(1, options.max_batch_tokens / kTokensOfGpuStep);
 }
 
+// From the checkpoint, or made.
+absl::StatusOr<std::vector<ModelWeights>> Weights(
+    const CheckpointIndex& checkpoint, const ParallelLayout& layout,
+    std::span<const std::unique_ptr<Backend>> backends, const EngineOptions& options) {
+  if (options.make_weights) {
+    std::vector<ModelWeights> weights(backends.size());
+    STATETAP_RETURN_IF_ERROR(RankGroup(backends).RunAll([&](int rank) {
+      const auto number = static_cast<size_t>(rank);
+      weights[number] = options.make_weights(*backends[number], checkpoint.config(), layout, rank);
+    }));
+    return weights;
+  }
+  LoadOptions load;
+  // Each waits for the disk most of the time.
+  load.num_threads = std::clamp(static_cast<int>(std::thread::hardware_concurrency()), 4, 32);
+  if (options.load_progress) {
+    load.progress = [&options](const LoadProgress& p) {
+      const auto done = static_cast<double>(p.bytes_done),
+                 total = static_cast<double>(p.bytes_total);
+      const double rate = p.seconds > 0 ? done / p.seconds : 0;
+      options.load_progress(
+          {rate / 1e9, total > 0 ? done / total : 1, rate > 0 ? (total - done) / rate : 0});
+    };
+  }
+  return LoadWeights(checkpoint, layout, backends, load);
+}
+
 class EngineImpl final : public Engine {
  public:
   ~EngineImpl() override {
@@ -165,20 +192,8 @@ absl::Status EngineImpl::Load(const CheckpointIndex& checkpoint, const EngineOpt
         options.kv_cache_bytes, kPageTokens, page_bytes, options.ranks));
   }
 
-  LoadOptions load;
-  // Each waits for the disk most of the time.
-  load.num_threads = std::clamp(static_cast<int>(std::thread::hardware_concurrency()), 4, 32);
-  if (options.load_progress) {
-    load.progress = [&options](const LoadProgress& p) {
-      const auto done = static_cast<double>(p.bytes_done),
-                 total = static_cast<double>(p.bytes_total);
-      const double rate = p.seconds > 0 ? done / p.seconds : 0;
-      options.load_progress(
-          {rate / 1e9, total > 0 ? done / total : 1, rate > 0 ? (total - done) / rate : 0});
-    };
-  }
   STATETAP_ASSIGN_OR_RETURN(std::vector<ModelWeights> weights,
-                            LoadWeights(checkpoint, layout, backends, load));
+                            Weights(checkpoint, layout, backends, options));
   for (size_t rank = 0; rank < backends.size(); ++rank) {
     ranks_->models.push_back(std::make_unique<Transformer>(config_, layout, *backends[rank],
                                                            std::move(weights[rank]), limits));

@@ -17,6 +17,10 @@
 
 namespace statetap {
 
+class Backend;
+class ParallelLayout;
+struct ModelWeights;
+
 struct EngineOptions {
   std::string backend = "cpu";   // cpu or cuda; auto: cuda where there is a GPU
   std::string kernels = "auto";  // of the cuda backend: auto, portable or hopper
@@ -46,6 +50,10 @@ struct EngineOptions {
   // For tests of faults: called on each rank's thread before each step, counted from 0. May throw
   // or not come back.
   std::function<void(int rank, int64_t step)> before_step;
+  // For benches: makes a rank's weights, each on a thread of its own, and none are read.
+  std::function<ModelWeights(Backend& backend, const ModelConfig& config,
+                             const ParallelLayout& layout, int rank)>
+      make_weights;
 };
 
 struct EngineInfo {

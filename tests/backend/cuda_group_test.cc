@@ -219,7 +219,7 @@ TEST_P(CudaGroupTest, RandomSizesUpToHalfAGigabyte) {
 INSTANTIATE_TEST_SUITE_P(
     Every, CudaGroupTest,
     ::testing::Combine(::testing::Values(CudaOptions::Comm::kPeer, CudaOptions::Comm::kNccl),
-                       ::testing::Values(1, 2, 3, 8)),
+                       ::testing::Values(1, 2, 3, 4, 8)),
     [](const auto& info) {
       return std::string(std::get<0>(info.param) == CudaOptions::Comm::kPeer ? "Peer" : "Nccl") +
              std::to_string(std::get<1>(info.param));

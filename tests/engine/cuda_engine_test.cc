@@ -216,16 +216,19 @@ TEST(CudaEngineCommTest, NcclAndPeerMemoryGiveTheSameBits) {
 }
 
 // Fault class 31.
-TEST(CudaEngineFaultTest, ADeadOrStuckRankEndsTheRunAsUnavailableInTime) {
+class CudaEngineFaultTest : public ::testing::TestWithParam<int> {};
+
+TEST_P(CudaEngineFaultTest, ADeadOrStuckRankEndsTheRunAsUnavailableInTime) {
   SKIP_WITHOUT_GPU();
+  const int ranks = GetParam();
   std::vector<std::string> comms = {"peer"};
-  if (HasNccl() && NumGpus() >= 2) comms.push_back("nccl");
+  if (HasNccl() && NumGpus() >= ranks) comms.push_back("nccl");
   for (const std::string& comm : comms) {
     for (const bool stuck : {false, true}) {
       // Never kept: a rank that wakes later ends its communicator then, beside whatever the process
       // does next.
       auto& wake = *new std::promise<void>;  // NOLINT: on purpose
-      EngineOptions options = OnGpu(2);
+      EngineOptions options = OnGpu(ranks);
       options.comm = comm;
       options.step_timeout = std::chrono::seconds(5);  // of 20, so that the test is short
       options.before_step = [stuck, woken = wake.get_future().share()](int rank, int64_t step) {
@@ -241,16 +244,18 @@ TEST(CudaEngineFaultTest, ADeadOrStuckRankEndsTheRunAsUnavailableInTime) {
                                     stuck ? "stuck: rank 1" : "the power went"));
       const std::chrono::duration<double> took = std::chrono::steady_clock::now() - begin;
       EXPECT_LT(took.count(), 30);
-      fmt::print("2 ranks over {}: a {} rank is UNAVAILABLE after {:.1f} s\n", comm,
+      fmt::print("{} ranks over {}: a {} rank is UNAVAILABLE after {:.1f} s\n", ranks, comm,
                  stuck ? "stuck" : "dead", took.count());
       for (const Captured& result : harness.results()) EXPECT_FALSE(result.failed);
       engine = nullptr;
       // Another engine of the process is none the worse.
-      const auto next = RunTasks(*testing::OpenTiny(OnGpu(2)), SomeTasks(1, 1), kHidden);
+      const auto next = RunTasks(*testing::OpenTiny(OnGpu(ranks)), SomeTasks(1, 1), kHidden);
       EXPECT_TRUE(next[0].finished);
     }
   }
 }
+
+INSTANTIATE_TEST_SUITE_P(Ranks, CudaEngineFaultTest, ::testing::Values(2, 8));
 
 // Kilobytes of this process in memory.
 int64_t ResidentKb() {

@@ -377,7 +377,7 @@ TEST_P(CudaMidTest, AgreesLayerByLayer) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Every, CudaMidTest,
-                         ::testing::Combine(::testing::Values(1, 2, 8),
+                         ::testing::Combine(::testing::Values(1, 2, 4, 8),
                                             ::testing::Values(ExpertLayout::kExpert,
                                                               ExpertLayout::kTensor),
                                             ::testing::Bool()));
