@@ -161,6 +161,7 @@ class Maker {
   absl::Status WriteShard(const fs::path& path, std::string_view header, const Shard& shard) {
     std::vector<Chunk> chunks;
     for (const PlannedTensor& planned : shard) {
+      if (options_.holes && planned.tensor.kind != TensorKind::kShape) continue;
       for (int64_t begin = 0; begin < planned.entry.size_bytes; begin += kChunkBytes) {
         chunks.push_back(
             {&planned, begin, std::min(begin + kChunkBytes, planned.entry.size_bytes)});
@@ -170,12 +171,9 @@ class Maker {
     temporary += ".partial";
     STATETAP_ASSIGN_OR_RETURN(const File file, File::Create(temporary));
     STATETAP_RETURN_IF_ERROR(file.WriteAt(0, std::as_bytes(std::span(header))));
-    if (options_.holes) {
-      if (ftruncate(file.descriptor(), static_cast<off_t>(header.size()) + DataBytes(shard)) != 0)
-        return ErrnoStatus(errno, "cannot make as large as its weights", temporary);
-    } else {
-      STATETAP_RETURN_IF_ERROR(WriteChunks(file, chunks));
-    }
+    if (ftruncate(file.descriptor(), static_cast<off_t>(header.size()) + DataBytes(shard)) != 0)
+      return ErrnoStatus(errno, "cannot make as large as its weights", temporary);
+    STATETAP_RETURN_IF_ERROR(WriteChunks(file, chunks));
     STATETAP_RETURN_IF_ERROR(file.Sync());
     if (rename(temporary.c_str(), path.c_str()) != 0) {
       return ErrnoStatus(errno, "cannot rename to", path);

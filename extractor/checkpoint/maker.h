@@ -21,7 +21,7 @@ struct MakeOptions {
   uint64_t seed = 0;
   int num_threads = 0;  // 0: as many as cores
 
-  // Files of full size whose weights are holes: they read as zeros and take no room on the disk.
+  // Files of full size whose weights are holes: they read as zeros and take next to no room.
   // For benches that make the weights elsewhere.
   bool holes = false;
 

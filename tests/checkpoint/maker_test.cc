@@ -1,5 +1,7 @@
 #include "extractor/checkpoint/maker.h"
 
+#include <sys/stat.h>
+
 #include <cmath>
 #include <set>
 
@@ -131,6 +133,20 @@ TEST(MakerTest, WeightsAreScaledByTheirInputs) {
   EXPECT_NEAR(MomentsOf(weights).deviation * std::sqrt(128), 1, 0.05);
   EXPECT_NEAR(MomentsOf(weights).mean * std::sqrt(128), 0, 0.05);
   EXPECT_EQ(std::set<int8_t>(codes.begin(), codes.end()).size(), 16u);
+}
+
+TEST(MakerTest, HolesOpenAndTakeNoRoom) {
+  const TempDir folder;
+  ASSERT_OK(MakeCheckpoint(folder / "m", {.preset = "kimi-k2.5", .layers = 2, .holes = true}));
+  ASSERT_OK_AND_ASSIGN(const CheckpointIndex index, CheckpointIndex::Open(folder / "m"));
+  EXPECT_GT(index.total_bytes(), int64_t{14} << 30);
+  int64_t taken = 0;
+  for (const fs::path& file : index.files()) {
+    struct stat facts;
+    ASSERT_EQ(stat(file.c_str(), &facts), 0);
+    taken += facts.st_blocks * 512;
+  }
+  EXPECT_LT(taken, 16 << 20);
 }
 
 TEST(MakerTest, RefusesWrongOptionsAndFullFolders) {

@@ -8,6 +8,7 @@
 #include <stdexcept>
 #include <thread>
 
+#include "extractor/model/weights.h"
 #include "tests/support/tiny_kimi.h"
 
 namespace statetap {
@@ -320,6 +321,22 @@ TEST(EngineFaultTest, ADeadRankEndsTheRunAsUnavailable) {
   Harness again(SomeTasks(1, 1), kHidden);
   EXPECT_THAT(engine->Run(again, again),
               testing::StatusIs(absl::StatusCode::kUnavailable, "the power went"));
+}
+
+TEST(EngineTest, WeightsThatAreMadeAreMadeForEveryRank) {
+  EngineOptions options;
+  options.ranks = 2;
+  options.load_progress = [](const EngineOptions::LoadState&) { FAIL() << "weights were read"; };
+  options.make_weights = [](Backend&, const ModelConfig& config, const ParallelLayout& layout,
+                            int rank) -> ModelWeights {
+    EXPECT_EQ(config.num_layers, kLayers);
+    EXPECT_EQ(layout.world(), 2);
+    if (rank == 1) throw std::runtime_error("no memory for weights");
+    return {};
+  };
+  EXPECT_THAT(
+      Engine::Open(Tiny(), options),
+      testing::StatusIs(absl::StatusCode::kUnavailable, "rank 1 failed: no memory for weights"));
 }
 
 TEST(EngineFaultTest, AStuckRankEndsTheRunAsUnavailableWithinTheStepTimeout) {
