@@ -83,20 +83,26 @@ node=("$(program rank_bench)" --ranks "$ranks" --layers "$layers" --cache $cache
 carriers=$(IFS=,; echo "${comms[*]}")
 within node 150 "${node[@]}" "${steps[@]}" --exchange "none,$carriers" && show node '^(ceilings|memory|[0-9]+ ranks|prefill|decode|--exchange)'
 
-# 4. Jobs: 500 samples, states of four boundaries; samples as long as the memory disk holds twice, 1,024 tokens at most.
+# 4. Jobs of 500 samples, states of four boundaries: into memory with a reader beside it, onto the disk.
 samples=500
 most_tokens=1024
 [ -z "$dry" ] || most_tokens=128
-free() { df --output=avail -B1 "$1" | tail -n 1; }
-disks=${STATETAP_DISK:-/var/tmp}
-tokens=$(awk -v memory="$(free /dev/shm)" -v disk="$(free "$disks")" -v samples=$samples -v most=$most_tokens \
-  'BEGIN { room = memory / 2 < disk ? memory / 2 : disk; t = int(0.9 * room / (samples * 4 * 7168 * 2) / 64) * 64; print t < most ? t : most }')
-[ "$tokens" -eq $most_tokens ] || skip "samples of $most_tokens tokens in jobs: /dev/shm and $disks have room for $tokens"
+disks=${STATETAP_DISK:-/var/tmp} memories=/dev/shm places=(memory disk)
+fits() {  # tokens of a sample for which a folder holds the shards and what a reader makes of them
+  df --output=avail -B1 "$1" | awk -v samples=$samples -v most=$most_tokens \
+    'END { t = int(0.9 * $1 / (2 * samples * 4 * 7168 * 2) / 64) * 64; print t < most ? t : most }'
+}
+if [ "$(fits $memories)" -eq 0 ]; then
+  skip "jobs into memory: $memories has no room"
+  memories=$disks places=(disk)
+fi
+tokens=$(printf '%s\n' "$(fits "$memories")" "$(fits "$disks")" | sort -n | head -n 1)
+[ "$tokens" -eq $most_tokens ] || skip "samples of $most_tokens tokens in jobs: $memories and $disks have room for $tokens"
 taps=2,30,58
 [ "$layers" -eq 61 ] || taps=$((layers - 3)),$((layers - 2)),$((layers - 1))
 batch=16384
 [ -z "$dry" ] || batch=8192
-memory=$(mktemp -d /dev/shm/statetap-XXXXXX) disk=$(mktemp -d "$disks/statetap-XXXXXX") server=
+memory=$(mktemp -d "$memories/statetap-XXXXXX") disk=$(mktemp -d "$disks/statetap-XXXXXX") server=
 end() { [ -z "$server" ] || { kill "$server" 2>/dev/null; wait "$server"; } 2>/dev/null; server=; }
 trap 'end; rm -rf "$memory" "$disk"' EXIT
 begin() {  # PROGRAM FLAGS…: a server that is ready within a minute
@@ -139,11 +145,11 @@ if begin statetapd --model models/tiny-kimi --backend cuda --tp "$ranks"; then
   end
 fi
 flags=(--layers "$layers" --model "$disk/model" --tp "$ranks" --drain-seconds 5 --max-seq-len 2048 --max-batch-tokens $batch --kv-cache-gib 32 --host-buffer-gib 16)
-for place in memory disk; do
+for place in "${places[@]}"; do
   rm -rf "$disk/data"
   begin random_server "${flags[@]}" --shards "${!place}/shards" || continue
   what=sent
-  [ $place = disk ] || what=streamed
+  [ "$place" != "${places[0]}" ] || what=streamed
   within "job-$place" 110 bash -c "$what"' "$@"' _ "$disk/job.jsonl" --name job --mode prefill --taps $taps && report "job-$place"
   show "job-$place" ' GB/s into| MB/s into'
   end
