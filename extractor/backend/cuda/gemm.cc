@@ -59,12 +59,12 @@ std::array<uint32_t, 3> Alignments(const GemmParams& p) {
           Alignment(p.y, p.y_stride * out, p.y_batch * out)};
 }
 
-// Numbers of rows that an algorithm is to be good at, a small and a large one.
-std::array<int, 2> TypicalRows(Phase phase) {
+// Numbers of rows that an algorithm is to be good at.
+std::array<int, 3> TypicalRows(Phase phase) {
   switch (phase) {
-    case Phase::kPrompt: return {8192, 32768};
-    case Phase::kOwnRows: return {1024, 4096};
-    case Phase::kDecode: return {64, 64};
+    case Phase::kPrompt: return {2048, 8192, 32768};
+    case Phase::kOwnRows: return {256, 1024, 4096};
+    case Phase::kDecode: return {64, 64, 64};
   }
   return {};
 }
@@ -155,7 +155,7 @@ Gemm::Plan Gemm::Choose(const GemmParams& params) const {
   if (algorithms.empty()) return {true, {}};
   // Rows that decode have kernels of their own in the sizes that matter.
   if (params.phase == Phase::kDecode || algorithms.size() == 1) return {false, algorithms[0]};
-  // The least product of the times at both numbers of rows.
+  // The least product of the times at these numbers of rows.
   std::vector<double> costs(algorithms.size(), 1);
   for (const int typical : TypicalRows(params.phase)) {
     GemmParams p = params;

@@ -8,7 +8,6 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kPairsABlock = 1024;
-constexpr int kFewThreads = 1024;
 constexpr int kWidths = 32;  // tiles are classed by rows / 8, the widest first; a lane a class
 
 // The slots of a block's pairs, −1 where the expert is another rank's or there is no pair.
@@ -147,18 +146,18 @@ __global__ void __launch_bounds__(kThreads) PlaceKernel(const SortRowsParams p) 
   }
 }
 
-// All of it in one block.
-__global__ void __launch_bounds__(kFewThreads) SortFewKernel(const SortRowsParams p) {
+// All of it in one block: kEach pairs a thread.
+template <int kBlock, int kEach>
+__global__ void __launch_bounds__(kBlock) SortFewKernel(const SortRowsParams p) {
   extern __shared__ int32_t rows[];
   const int thread = static_cast<int>(threadIdx.x), pairs = p.num_tokens * p.top_k;
   LetNextBegin();
-  for (int slot = thread; slot < p.num_slots; slot += kFewThreads) rows[slot] = 0;
+  for (int slot = thread; slot < p.num_slots; slot += kBlock) rows[slot] = 0;
   __syncthreads();
   WaitForEarlier();
-  constexpr int kEach = kFewPairs / kFewThreads;
   int slots[kEach];
 #pragma unroll
-  for (int i = 0; i < kEach; ++i) slots[i] = SlotOf(p, thread + i * kFewThreads);
+  for (int i = 0; i < kEach; ++i) slots[i] = SlotOf(p, thread + i * kBlock);
 #pragma unroll
   for (int i = 0; i < kEach; ++i) {
     if (slots[i] >= 0) atomicAdd(&rows[slots[i]], 1);
@@ -167,7 +166,7 @@ __global__ void __launch_bounds__(kFewThreads) SortFewKernel(const SortRowsParam
   ListTiles(p, rows);
 #pragma unroll
   for (int i = 0; i < kEach; ++i) {
-    const int pair = thread + i * kFewThreads;
+    const int pair = thread + i * kBlock;
     if (pair >= pairs) break;
     int row = -1;
     if (slots[i] >= 0) {
@@ -281,8 +280,15 @@ void SortRows(const SortRowsParams& p, cudaStream_t stream) {
   const int64_t pairs = static_cast<int64_t>(p.num_tokens) * p.top_k;
   if (pairs == 0) return;
   const size_t shared = static_cast<size_t>(p.num_slots) * sizeof(int32_t);
-  if (pairs <= kFewPairs)
-    return LaunchEarly(SortFewKernel, dim3(1), kFewThreads, shared, stream, p);
+  // Decode's steps wait for this.
+  constexpr int kFew = 1024, kBlock = 256, kMoreBlock = 1024;
+  if (pairs <= kFew) {
+    return LaunchEarly(SortFewKernel<kBlock, kFew / kBlock>, dim3(1), kBlock, shared, stream, p);
+  }
+  if (pairs <= kFewPairs) {
+    return LaunchEarly(SortFewKernel<kMoreBlock, kFewPairs / kMoreBlock>, dim3(1), kMoreBlock,
+                       shared, stream, p);
+  }
   const dim3 blocks(static_cast<unsigned>((pairs + kPairsABlock - 1) / kPairsABlock));
   LaunchEarly(CountKernel, blocks, kThreads, shared, stream, p);
   LaunchEarly(PlaceKernel, blocks, kThreads, shared, stream, p);
