@@ -1,9 +1,11 @@
 // Element types of checkpoints, activations and shards, and bf16 conversion.
 #pragma once
 
+#include <algorithm>
 #include <bit>
 #include <cstddef>
 #include <cstdint>
+#include <span>
 #include <string_view>
 
 namespace statetap {
@@ -70,6 +72,20 @@ constexpr uint16_t FloatToBf16(float value) {
 }
 
 constexpr bool Bf16IsFinite(uint16_t bits) { return (bits & 0x7f80) != 0x7f80; }
+
+// Of bf16 values the first that is not finite; values.size() where all are.
+inline size_t FirstNonFinite(std::span<const uint16_t> values) {
+  constexpr size_t kBlock = 1024;  // as a whole: a loop that may stop early is no vector loop
+  size_t begin = 0;
+  for (; begin + kBlock <= values.size(); begin += kBlock) {
+    uint16_t bad = 0;
+    for (size_t i = 0; i < kBlock; ++i) bad |= Bf16IsFinite(values[begin + i]) ? 0 : 1;
+    if (bad != 0) break;
+  }
+  const auto rest = values.subspan(begin);
+  return begin + static_cast<size_t>(std::find_if_not(rest.begin(), rest.end(), Bf16IsFinite) -
+                                     rest.begin());
+}
 
 // IEEE half; subnormals and specials included.
 constexpr float HalfToFloat(uint16_t half) {

@@ -62,12 +62,14 @@ class SampleSource {
   virtual bool Stopping() = 0;
 };
 
-// Where results go. Called on the engine's thread; a call that blocks makes the engine wait.
+// Where results go. Called on the engine's thread, OnStates on threads of the engine's as well,
+// while the next step runs; a call that blocks makes the engine wait.
 class HiddenStateSink {
  public:
   virtual ~HiddenStateSink() = default;
   // Rows [first_row, first_row + states.size() / hidden) of the residual stream at a boundary, bf16
-  // [rows, hidden]. Each row of each boundary of the task comes once, rows of a boundary in order.
+  // [rows, hidden], all finite. Each row of each boundary of the task comes once, rows of a
+  // boundary in order; several boundaries and tickets may come at the same time.
   virtual void OnStates(uint64_t ticket, int boundary, int64_t first_row,
                         std::span<const uint16_t> states) = 0;
   // A sampled token, at position prompt + k for the k-th call. `score` is NaN where not asked for.

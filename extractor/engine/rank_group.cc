@@ -58,13 +58,19 @@ RankGroup::~RankGroup() {
   }
 }
 
-absl::Status RankGroup::RunAll(std::function<void(int)> body) {
-  std::unique_lock lock(state_->mutex);
-  STATETAP_RETURN_IF_ERROR(state_->status);
+void RankGroup::Start(std::function<void(int)> body) {
+  const std::lock_guard lock(state_->mutex);
+  if (!state_->status.ok()) return;
   state_->body = std::make_shared<const std::function<void(int)>>(std::move(body));
   std::fill(state_->inside.begin(), state_->inside.end(), 1);
   ++state_->round;
   state_->start.notify_all();
+}
+
+absl::Status RankGroup::Wait() {
+  std::unique_lock lock(state_->mutex);
+  // Nothing was started where an earlier round failed; who is inside then is left behind.
+  if (state_->body == nullptr) return state_->status;
   const auto all_done = [this] { return state_->Inside().empty(); };
   if (patience_.count() == 0) {
     state_->done.wait(lock, all_done);

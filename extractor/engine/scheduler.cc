@@ -38,7 +38,7 @@ Scheduler::Scheduler(const Limits& limits) : limits_(limits) {
 }
 
 void Scheduler::Admit(SampleTask task) {
-  auto sequence = std::make_unique<Sequence>();
+  auto sequence = std::make_shared<Sequence>();
   sequence->tokens = task.input_ids;
   if (!task.generate) sequence->end = FinishReason::kPrefill;
   sequence->task = std::move(task);
@@ -81,9 +81,10 @@ Sequence* Scheduler::PreemptYoungest() {
   return waiting_.front().get();
 }
 
-void Scheduler::Schedule(Sequence& sequence, int count, ScheduledStep& step) {
+void Scheduler::Schedule(const std::shared_ptr<Sequence>& of, int count, ScheduledStep& step) {
+  const Sequence& sequence = *of;
   StepPlan& plan = step.plan;
-  ScheduledRows rows{&sequence, plan.num_tokens(), sequence.computed, count};
+  ScheduledRows rows{of, plan.num_tokens(), sequence.computed, count};
   for (int i = 0; i < count; ++i) {
     plan.ids.push_back(sequence.tokens[static_cast<size_t>(sequence.computed + i)]);
     plan.positions.push_back(sequence.computed + i);
@@ -98,21 +99,21 @@ void Scheduler::Schedule(Sequence& sequence, int count, ScheduledStep& step) {
 
 // How many tokens of which sequence run next, pages taken. First those that decode, then those that
 // read their prompt.
-std::vector<std::pair<Sequence*, int>> Scheduler::Choose() {
-  std::vector<std::pair<Sequence*, int>> chosen;
+std::vector<std::pair<std::shared_ptr<Sequence>, int>> Scheduler::Choose() {
+  std::vector<std::pair<std::shared_ptr<Sequence>, int>> chosen;
   int budget = limits_.max_batch_tokens;
   for (const bool decodes : {true, false}) {
     for (size_t i = 0; i < running_.size() && budget > 0;
          ++i) {  // by index: the youngest may leave on the way
-      Sequence* sequence = running_[i].get();
+      const std::shared_ptr<Sequence> sequence = running_[i];
       const int left = static_cast<int>(sequence->tokens.size()) - sequence->computed;
       if (left == 0 || (left == 1) != decodes) continue;
       const int count = std::min(left, budget);
       bool fits = Grow(*sequence, sequence->computed + count);
-      while (!fits && running_.back().get() != sequence) {
+      while (!fits && running_.back() != sequence) {
         Sequence* youngest = PreemptYoungest();
         const auto found = std::find_if(chosen.begin(), chosen.end(),
-                                        [&](const auto& c) { return c.first == youngest; });
+                                        [&](const auto& c) { return c.first.get() == youngest; });
         if (found != chosen.end()) {
           budget += found->second;
           chosen.erase(found);
@@ -130,7 +131,7 @@ std::vector<std::pair<Sequence*, int>> Scheduler::Choose() {
 ScheduledStep Scheduler::Next() {
   StartWaiting();
   ScheduledStep step;
-  for (const auto& [sequence, count] : Choose()) Schedule(*sequence, count, step);
+  for (const auto& [sequence, count] : Choose()) Schedule(sequence, count, step);
   StepPlan& plan = step.plan;
   std::set<int> boundaries;
   size_t pages = 0;
@@ -153,17 +154,19 @@ bool Scheduler::Remove(uint64_t ticket) {
   if (const auto found = std::find_if(running_.begin(), running_.end(), has);
       found != running_.end()) {
     Release(**found);
+    (*found)->given_up = true;
     running_.erase(found);
     return true;
   }
   const auto found = std::find_if(waiting_.begin(), waiting_.end(), has);
   if (found == waiting_.end()) return false;
+  (*found)->given_up = true;
   waiting_.erase(found);
   return true;
 }
 
-std::vector<std::unique_ptr<Sequence>> Scheduler::TakeComplete() {
-  std::vector<std::unique_ptr<Sequence>> complete;
+std::vector<std::shared_ptr<Sequence>> Scheduler::TakeComplete() {
+  std::vector<std::shared_ptr<Sequence>> complete;
   for (auto& sequence : running_) {
     if (!sequence->complete()) continue;
     Release(*sequence);

@@ -20,16 +20,17 @@ struct Sequence {
   SampleTask task;
   std::vector<int32_t> tokens;  // prompt and answer so far
   std::optional<FinishReason>
-      end;             // known once the last token is there; its own row is still to come
-  int computed = 0;    // tokens whose keys are cached
-  int handed_out = 0;  // rows that the sink has
+      end;                // known once the last token is there; its own row is still to come
+  int computed = 0;       // tokens whose keys are cached
+  int handed_out = 0;     // rows that the sink has or gets next
+  bool given_up = false;  // the sink has heard so: nothing more comes
   std::vector<int32_t> pages;
   bool complete() const { return end && computed == static_cast<int>(tokens.size()); }
 };
 
 // Part of a step: rows [first_row, first_row + count) are tokens [first_token, …) of the sequence.
 struct ScheduledRows {
-  Sequence* sequence;
+  std::shared_ptr<Sequence> sequence;
   int first_row, first_token, count;
   int first_logit = 0, num_logits = 0;  // logit rows of it
   int first_scored = 0;                 // the token that the first of them scores or draws
@@ -57,10 +58,11 @@ class Scheduler {
   void Admit(SampleTask task);
   // Rows for the next step; empty only when idle.
   ScheduledStep Next();
-  // Gives up the sequence with this ticket; false where there is none.
+  // Gives up the sequence with this ticket; false where there is none. Its pages may be taken again
+  // at the next Next().
   bool Remove(uint64_t ticket);
   // Takes back the sequences that are complete.
-  std::vector<std::unique_ptr<Sequence>> TakeComplete();
+  std::vector<std::shared_ptr<Sequence>> TakeComplete();
   std::vector<uint64_t> Tickets() const;
 
  private:
@@ -69,13 +71,13 @@ class Scheduler {
   void Release(Sequence& sequence);
   void StartWaiting();
   Sequence* PreemptYoungest();
-  std::vector<std::pair<Sequence*, int>> Choose();
-  void Schedule(Sequence& sequence, int count, ScheduledStep& step);
+  std::vector<std::pair<std::shared_ptr<Sequence>, int>> Choose();
+  void Schedule(const std::shared_ptr<Sequence>& of, int count, ScheduledStep& step);
 
   Limits limits_;
   std::vector<int32_t> free_pages_;
-  std::vector<std::unique_ptr<Sequence>> running_;  // in the order of admission
-  std::deque<std::unique_ptr<Sequence>> waiting_;   // admitted, without pages
+  std::vector<std::shared_ptr<Sequence>> running_;  // in the order of admission
+  std::deque<std::shared_ptr<Sequence>> waiting_;   // admitted, without pages
 };
 
 }  // namespace statetap

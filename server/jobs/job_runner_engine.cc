@@ -1,4 +1,5 @@
-// The runner's side towards the engine. Everything here runs on the engine's thread.
+// The runner's side towards the engine. Everything here runs on the engine's thread; OnStates on
+// others of the engine's too, while this one waits for them.
 #include <algorithm>
 #include <utility>
 
@@ -137,12 +138,8 @@ void JobRunner::CountPrompt(Running& running) {
 void JobRunner::OnStates(uint64_t ticket, int boundary, int64_t first_row,
                          std::span<const uint16_t> states) {
   Running* running = Find(ticket);
-  if (running == nullptr || running->job == nullptr || running->rejected) return;
-  if (auto rejection = running->assembler->AddStates(boundary, first_row, states)) {
-    RejectRunning(*running, *std::move(rejection));
-    cancels_ = true;  // the rest of it would be for nothing
-    return;
-  }
+  if (running == nullptr || running->job == nullptr) return;
+  running->assembler->AddStates(boundary, first_row, states);
   if (boundary != running->job->plan.boundaries.front()) return;
   const auto rows = static_cast<int64_t>(states.size()) / model_.config.hidden;
   running->job->rate.Add(rows);

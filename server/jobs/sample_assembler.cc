@@ -6,8 +6,6 @@
 #include <numeric>
 #include <utility>
 
-#include "extractor/base/dtype.h"
-
 namespace statetap {
 namespace {
 
@@ -30,32 +28,21 @@ SampleAssembler::SampleAssembler(SampleRow sample, std::optional<AnswerMask> ans
       answer_(answer),
       boundaries_(boundaries.begin(), boundaries.end()),
       hidden_(hidden),
-      states_(boundaries.size()),
+      collected_(boundaries.size()),
       ids_(sample_.ids) {
   // Whole at once: the pages are taken as rows arrive, and no row is copied twice.
-  for (auto& states : states_) states.reserve(static_cast<size_t>(max_rows * hidden));
+  for (Boundary& one : collected_) one.states.reserve(static_cast<size_t>(max_rows * hidden));
 }
 
-std::optional<Rejection> SampleAssembler::AddStates(int boundary, int64_t first_row,
-                                                    std::span<const uint16_t> states) {
+void SampleAssembler::AddStates(int boundary, int64_t first_row, std::span<const uint16_t> states) {
   const auto found = std::find(boundaries_.begin(), boundaries_.end(), boundary);
-  if (found == boundaries_.end()) return std::nullopt;
-  auto& mine = states_[static_cast<size_t>(found - boundaries_.begin())];
-  const auto rows = static_cast<int64_t>(mine.size()) / hidden_;
-  if (rows != first_row) {
-    return Rejection{"engine", boundary, first_row,
-                     fmt::format("rows of boundary {} go on at {} where {} was next", boundary,
-                                 first_row, rows)};
+  if (found == boundaries_.end()) return;
+  Boundary& mine = collected_[static_cast<size_t>(found - boundaries_.begin())];
+  if (static_cast<int64_t>(mine.states.size()) != first_row * hidden_) {
+    if (mine.astray < 0) mine.astray = first_row;
+    return;
   }
-  const auto bad = std::find_if_not(states.begin(), states.end(), Bf16IsFinite);
-  if (bad != states.end()) {
-    const int64_t token = first_row + (bad - states.begin()) / hidden_;
-    return Rejection{
-        "non_finite", boundary, token,
-        fmt::format("the state at boundary {} of token {} is not finite", boundary, token)};
-  }
-  mine.insert(mine.end(), states.begin(), states.end());
-  return std::nullopt;
+  mine.states.insert(mine.states.end(), states.begin(), states.end());
 }
 
 void SampleAssembler::AddToken(int32_t id, TokenScore score) {
@@ -100,13 +87,20 @@ std::vector<uint8_t> SampleAssembler::MaskOf(FinishReason reason) const {
 }
 
 absl::StatusOr<FinishedSample> SampleAssembler::Finish(FinishReason reason) {
-  for (size_t i = 0; i < states_.size(); ++i) {
-    if (states_[i].size() == ids_.size() * static_cast<size_t>(hidden_)) continue;
-    return absl::InternalError(fmt::format("boundary {} has {} rows for {} tokens", boundaries_[i],
-                                           states_[i].size() / static_cast<size_t>(hidden_),
-                                           ids_.size()));
-  }
   FinishedSample out;
+  for (size_t i = 0; i < collected_.size(); ++i) {
+    Boundary& one = collected_[i];
+    const size_t rows = one.states.size() / static_cast<size_t>(hidden_);
+    if (one.astray >= 0) {
+      return absl::InternalError(
+          fmt::format("row {} of boundary {} came out of order", one.astray, boundaries_[i]));
+    }
+    if (one.states.size() != ids_.size() * static_cast<size_t>(hidden_)) {
+      return absl::InternalError(
+          fmt::format("boundary {} has {} rows for {} tokens", boundaries_[i], rows, ids_.size()));
+    }
+    out.states.push_back(std::move(one.states));
+  }
   SampleRecord& record = out.record;
   record.id = std::move(sample_.id);
   record.source = std::move(sample_.source);
@@ -123,7 +117,6 @@ absl::StatusOr<FinishedSample> SampleAssembler::Finish(FinishReason reason) {
     record.logprobs = std::move(logprobs_);
     record.entropies = std::move(entropies_);
   }
-  out.states = std::move(states_);
   return out;
 }
 

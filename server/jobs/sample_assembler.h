@@ -1,5 +1,6 @@
 // Collects what the engine hands out of one sample and checks it: every row of every boundary once
-// and in order, every value finite. Engine's thread only.
+// and in order. Rows of different boundaries may be added at the same time; all else is for the
+// engine's thread.
 #pragma once
 
 #include <cstdint>
@@ -7,6 +8,7 @@
 #include <span>
 #include <vector>
 
+#include "extractor/base/huge_pages.h"
 #include "extractor/engine/hidden_state_sink.h"
 #include "extractor/shard/sample_filter.h"
 #include "server/jobs/job_plan.h"
@@ -16,7 +18,7 @@ namespace statetap {
 
 struct FinishedSample {
   SampleRecord record;
-  std::vector<std::vector<uint16_t>> states;  // by boundary, bf16 [tokens, hidden]
+  std::vector<HugePageVector<uint16_t>> states;  // by boundary, bf16 [tokens, hidden]
 };
 
 // The loss mask of a generated answer: all of it but for what is left out here.
@@ -32,12 +34,10 @@ class SampleAssembler {
   SampleAssembler(SampleRow sample, std::optional<AnswerMask> answer,
                   std::span<const int> boundaries, int hidden, int64_t max_rows);
 
-  // A rejection (non_finite, with boundary and token) ends the sample.
-  std::optional<Rejection> AddStates(int boundary, int64_t first_row,
-                                     std::span<const uint16_t> states);
+  void AddStates(int boundary, int64_t first_row, std::span<const uint16_t> states);
   void AddToken(int32_t id, TokenScore score);
   void AddScores(int64_t first, std::span<const TokenScore> scores);
-  // INTERNAL where rows and tokens differ in number.
+  // INTERNAL where rows did not come in order, or rows and tokens differ in number.
   absl::StatusOr<FinishedSample> Finish(FinishReason reason);
 
   int64_t index() const { return sample_.index; }
@@ -50,7 +50,11 @@ class SampleAssembler {
   const std::optional<AnswerMask> answer_;
   const std::vector<int> boundaries_;
   const int hidden_;
-  std::vector<std::vector<uint16_t>> states_;
+  struct Boundary {
+    HugePageVector<uint16_t> states;
+    int64_t astray = -1;  // the first row that came where another was next
+  };
+  std::vector<Boundary> collected_;  // by boundary
   std::vector<int32_t> ids_;
   std::vector<float> logprobs_, entropies_;  // [tokens] or empty
   bool any_score_ = false;

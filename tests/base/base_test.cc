@@ -33,6 +33,19 @@ TEST(Bf16Test, EveryValueSurvivesTheRoundTrip) {
   }
 }
 
+TEST(Bf16Test, TheFirstThatIsNotFiniteIsFoundAnywhere) {
+  for (const size_t size : {0u, 1u, 1023u, 1024u, 1025u, 5000u}) {
+    std::vector<uint16_t> values(size, 0xff7f);  // the most negative finite one
+    EXPECT_EQ(FirstNonFinite(values), size);
+    for (size_t at = 0; at < size; at += 1 + at / 7) {
+      std::vector<uint16_t> bad = values;
+      bad[at] = 0x7f80;
+      bad.back() = 0xffff;
+      EXPECT_EQ(FirstNonFinite(bad), at) << size;
+    }
+  }
+}
+
 TEST(Bf16Test, RoundsToNearestTiesToEven) {
   EXPECT_EQ(FloatToBf16(1.0f + 0x1p-8f), FloatToBf16(1.0f));                // a tie, down to even
   EXPECT_EQ(FloatToBf16(1.0f + 3 * 0x1p-8f), FloatToBf16(1.0f + 0x1p-6f));  // a tie, up to even

@@ -1,14 +1,18 @@
 // The engine on tiny-kimi: what a sample gives depends on nothing but the sample.
 #include "extractor/engine/engine.h"
 
+#include <algorithm>
 #include <chrono>
 #include <cmath>
+#include <filesystem>
+#include <fstream>
 #include <future>
 #include <random>
 #include <stdexcept>
 #include <thread>
 
 #include "extractor/model/weights.h"
+#include "tests/support/temp_dir.h"
 #include "tests/support/tiny_kimi.h"
 
 namespace statetap {
@@ -304,6 +308,52 @@ TEST(EngineTest, CancelGivesUpOneAndStoppingAll) {
 
 // Fault class 31: a rank dies in the middle of a job. What was handed out stays; the rest neither
 // ends nor fails, so that it runs again.
+// It is found while the next step runs, which has rows of the sample too.
+TEST(EngineFaultTest, AStateThatIsNotFiniteEndsItsSampleAlone) {
+  constexpr int32_t kBad = 1999;
+  constexpr size_t kAt = 20;
+  const testing::TempDir folder;
+  std::filesystem::copy(testing::Root() / "models/tiny-kimi", folder.path(),
+                        std::filesystem::copy_options::recursive);
+  const TensorInfo* embedding = Tiny().Find("model.embed_tokens.weight");
+  ASSERT_NE(embedding, nullptr);
+  {
+    std::fstream file(
+        folder.path() / Tiny().files()[static_cast<size_t>(embedding->file)].filename(),
+        std::ios::in | std::ios::out | std::ios::binary);
+    file.seekp(embedding->offset + int64_t{kBad} * kHidden * 2);
+    const uint16_t nan = 0x7fc0;
+    file.write(reinterpret_cast<const char*>(&nan), sizeof(nan));
+    ASSERT_TRUE(file.good());
+  }
+  ASSERT_OK_AND_ASSIGN(const CheckpointIndex broken, CheckpointIndex::Open(folder.path()));
+  EngineOptions options;
+  options.max_batch_tokens = 16;
+  std::vector<SampleTask> tasks;
+  for (uint32_t i = 0; i < 6; ++i) {
+    std::vector<int32_t> ids = RandomIds(i % 2 == 0 ? 90 : 22, i);
+    std::replace(ids.begin(), ids.end(), kBad, kBad + 1);
+    tasks.push_back(PrefillTask(std::move(ids)));
+  }
+  const auto clean = RunTasks(*Open(options), tasks, kHidden);
+  for (const size_t i : {2u, 3u})
+    tasks[i].input_ids[kAt] = kBad;  // with chunks to come; the last one
+  ASSERT_OK_AND_ASSIGN(const auto engine, Engine::Open(broken, options));
+  const auto results = RunTasks(*engine, tasks, kHidden);
+  for (size_t i = 0; i < tasks.size(); ++i) {
+    if (i != 2 && i != 3) {
+      ExpectSame(results[i], clean[i]);
+      continue;
+    }
+    EXPECT_FALSE(results[i].finished);
+    ASSERT_TRUE(results[i].failed);
+    EXPECT_THAT(results[i].failed->status,
+                testing::StatusIs(absl::StatusCode::kDataLoss, "boundary 0 of token 20"));
+    EXPECT_EQ(results[i].failed->boundary, 0);
+    EXPECT_EQ(results[i].failed->token, static_cast<int64_t>(kAt));
+  }
+}
+
 TEST(EngineFaultTest, ADeadRankEndsTheRunAsUnavailable) {
   EngineOptions options;
   options.ranks = 2;

@@ -65,10 +65,21 @@ TEST(SampleAssemblerTest, RowsAndTokensMustAgree) {
   sample.mask = {1, 1};
   SampleAssembler assembler(sample, std::nullopt, boundaries, /*hidden=*/1, /*max_rows=*/2);
   const std::vector<uint16_t> row = {0x3f80};
-  EXPECT_FALSE(assembler.AddStates(2, 0, row));
-  EXPECT_TRUE(assembler.AddStates(2, 0, row)) << "the same row twice";
+  assembler.AddStates(2, 0, row);
   EXPECT_THAT(assembler.Finish(FinishReason::kPrefill),
               StatusIs(absl::StatusCode::kInternal, "1 rows for 2 tokens"));
+}
+
+TEST(SampleAssemblerTest, NoRowComesTwice) {
+  const std::vector<int> boundaries = {2};
+  SampleRow sample;
+  sample.ids = {1, 2};
+  sample.mask = {1, 1};
+  SampleAssembler assembler(sample, std::nullopt, boundaries, /*hidden=*/1, /*max_rows=*/2);
+  const std::vector<uint16_t> row = {0x3f80};
+  for (const int64_t number : {0, 0, 1}) assembler.AddStates(2, number, row);
+  EXPECT_THAT(assembler.Finish(FinishReason::kPrefill),
+              StatusIs(absl::StatusCode::kInternal, "row 0 of boundary 2 came out of order"));
 }
 
 }  // namespace

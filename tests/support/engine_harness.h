@@ -2,6 +2,7 @@
 #pragma once
 
 #include <map>
+#include <mutex>
 #include <vector>
 
 #include "extractor/engine/engine.h"
@@ -35,6 +36,7 @@ class Harness final : public SampleSource, public HiddenStateSink {
   bool Stopping() override { return stop; }
   void OnStates(uint64_t ticket, int boundary, int64_t first_row,
                 std::span<const uint16_t> states) override {
+    const std::lock_guard lock(mutex_);  // of one sample's boundaries
     auto& all = results_[ticket].states[boundary];
     EXPECT_EQ(static_cast<int64_t>(all.size()), first_row * hidden_)
         << "sample " << ticket << " boundary " << boundary;
@@ -67,6 +69,7 @@ class Harness final : public SampleSource, public HiddenStateSink {
   std::vector<SampleTask> tasks_;
   int hidden_;
   size_t next_ = 0;
+  std::mutex mutex_;
   std::vector<Captured> results_;
 };
 

@@ -21,7 +21,7 @@ namespace statetap::testing {
 class FakeEngine : public Engine {
  public:
   struct Faults {
-    int32_t bad_token = -1;             // states from this id on are NaN
+    int32_t bad_token = -1;             // the state of this id is not finite
     int bad_boundary = 0;               // from this boundary on
     int zero_boundary = -1;             // its states are all zero
     int short_boundary = -1;            // the last of its rows of a text is lost
@@ -76,7 +76,6 @@ class FakeEngine : public Engine {
     SampleTask task;
     int64_t rows = 0;
     uint64_t hash = 0;
-    bool bad = false;
     int new_tokens = 0;
   };
   static uint64_t Mix(uint64_t x) {
@@ -94,13 +93,19 @@ class FakeEngine : public Engine {
     for (int64_t row = state.rows; row < state.rows + rows; ++row) {
       const int32_t id = task.input_ids[static_cast<size_t>(row)];
       state.hash = Mix(state.hash ^ static_cast<uint64_t>(id + 1));
-      state.bad = state.bad || id == faults.bad_token;
+      const int bad = *std::max_element(task.boundaries.begin(), task.boundaries.end());
+      if (id == faults.bad_token && bad >= faults.bad_boundary) {
+        sink.OnFailed(ticket, {absl::DataLossError("a state is not finite"),
+                               *std::lower_bound(task.boundaries.begin(), task.boundaries.end(),
+                                                 faults.bad_boundary),
+                               row});
+        return false;
+      }
       for (size_t b = 0; b < states.size(); ++b) {
         for (int h = 0; h < hidden_; ++h) {
           const uint64_t bits =
               Mix(state.hash + static_cast<uint64_t>(task.boundaries[b] * 131 + h));
           float value = static_cast<float>(bits >> 40) * 0x1p-23f - 1.0f;
-          if (state.bad && task.boundaries[b] >= faults.bad_boundary) value = std::nanf("");
           if (task.boundaries[b] == faults.zero_boundary) value = 0;
           states[b].push_back(FloatToBf16(value));
         }
