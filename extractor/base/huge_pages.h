@@ -1,6 +1,6 @@
-// Memory for arrays of many megabytes, in the kernel's huge pages where it gives them: taking it and
-// giving it back costs a fault each 2 MiB instead of each 4 KiB (copies into new memory: 1.7 GB/s a
-// thread without, 3 with).
+// Memory for arrays of many megabytes, in the kernel's huge pages where it gives them: taking it
+// and giving it back costs a fault each 2 MiB instead of each 4 KiB (copies into new memory: 1.7
+// GB/s a thread without, 3 with).
 #pragma once
 
 #include <sys/mman.h>

@@ -32,7 +32,8 @@ constexpr std::chrono::milliseconds kGpuStep = std::chrono::seconds(20),
 constexpr int64_t kPieceValues = 65'536;
 
 // A thread looks through and copies 2 to 3 GB/s; eight H200s make 4.
-int HandOutThreads() {
+int HandOutThreads(const EngineOptions& options) {
+  if (options.hand_out_threads > 0) return options.hand_out_threads;
   return std::clamp(static_cast<int>(std::thread::hardware_concurrency()) / 4, 1, 8);
 }
 
@@ -183,7 +184,7 @@ class EngineImpl final : public Engine {
   const std::shared_ptr<Ranks> ranks_ = std::make_shared<Ranks>();
   std::unique_ptr<RankGroup> group_;
   std::unique_ptr<Scheduler> scheduler_;
-  WorkerPool hand_out_{HandOutThreads()};
+  std::unique_ptr<WorkerPool> hand_out_;
   int64_t steps_ = 0;
   absl::Status status_;
 };
@@ -225,6 +226,7 @@ absl::Status EngineImpl::Load(const CheckpointIndex& checkpoint, const EngineOpt
                                                            std::move(weights[rank]), limits));
   }
   group_ = std::make_unique<RankGroup>(backends, StepTimeout(options));
+  hand_out_ = std::make_unique<WorkerPool>(HandOutThreads(options));
   scheduler_ = std::make_unique<Scheduler>(
       Scheduler::Limits{limits.max_tokens, std::max(1, options.max_running), limits.num_pages});
   for (StepOutput& output : ranks_->outputs)
@@ -459,7 +461,7 @@ void EngineImpl::HandOut(Late late, HiddenStateSink& sink) {
     }
   };
   std::atomic<size_t> next = 0;
-  hand_out_.ParallelFor(hand_out_.num_threads(), [&](int64_t, int64_t, int) {
+  hand_out_->ParallelFor(hand_out_->num_threads(), [&](int64_t, int64_t, int) {
     for (size_t i = next++; i < items.size(); i = next++) hand_out(items[i]);
   });
   for (const Item& item : items) {

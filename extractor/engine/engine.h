@@ -47,6 +47,8 @@ struct EngineOptions {
     double gigabytes_per_second = 0, fraction = 0, seconds_left = 0;
   };
   std::function<void(const LoadState&)> load_progress;
+  int hand_out_threads = 0;  // that look through and hand out states; 0: a quarter of the cores, at
+                             // most 8
   // For tests of faults: called on each rank's thread before each step, counted from 0. May throw
   // or not come back.
   std::function<void(int rank, int64_t step)> before_step;

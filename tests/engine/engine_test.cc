@@ -308,6 +308,18 @@ TEST(EngineTest, CancelGivesUpOneAndStoppingAll) {
 
 // Fault class 31: a rank dies in the middle of a job. What was handed out stays; the rest neither
 // ends nor fails, so that it runs again.
+TEST(EngineTest, HowManyThreadsHandOutChangesNothing) {
+  EngineOptions options;
+  options.max_batch_tokens = 48;
+  std::vector<SampleTask> tasks = SomeTasks(12, /*temperature=*/1);
+  for (uint32_t i = 0; i < 6; ++i) tasks.push_back(PrefillTask(RandomIds(1 + 37 * i, i)));
+  options.hand_out_threads = 1;
+  const auto alone = RunTasks(*Open(options), tasks, kHidden);
+  options.hand_out_threads = 5;
+  const auto together = RunTasks(*Open(options), tasks, kHidden);
+  for (size_t i = 0; i < tasks.size(); ++i) ExpectSame(together[i], alone[i]);
+}
+
 // It is found while the next step runs, which has rows of the sample too.
 TEST(EngineFaultTest, AStateThatIsNotFiniteEndsItsSampleAlone) {
   constexpr int32_t kBad = 1999;

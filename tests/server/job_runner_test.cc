@@ -92,6 +92,22 @@ TEST(JobRunnerTest, SampleMeetingNonFiniteStatesIsRejectedAlone) {
   EXPECT_EQ(harness.BufferedInTheEnd(), 0);
 }
 
+TEST(JobRunnerTest, StatesOfSeveralBoundariesMayComeAtTheSameTime) {
+  std::map<std::string, uint64_t> checksums[2];
+  for (const bool at_once : {false, true}) {
+    JobHarness harness;
+    harness.engine->faults.at_once = at_once;
+    harness.Run();
+    ASSERT_OK_AND_ASSIGN(const JobRecord submitted, harness.Submit(Options(), Texts(20, 60)));
+    const JobRecord job = harness.WaitForEnd(submitted);
+    EXPECT_EQ(job.counts.stored, 20);
+    checksums[at_once ? 1 : 0] = harness.Checksums(job);
+    EXPECT_EQ(harness.BufferedInTheEnd(), 0);
+  }
+  EXPECT_EQ(checksums[0].size(), 20u);
+  EXPECT_EQ(checksums[0], checksums[1]);
+}
+
 TEST(JobRunnerTest, SampleWithFewerRowsThanTokensIsRejectedAlone) {
   JobHarness harness;
   harness.engine->faults.short_boundary = 5;

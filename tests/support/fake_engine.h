@@ -28,6 +28,7 @@ class FakeEngine : public Engine {
     int32_t short_token = -1;           // of a text that begins with this id
     std::atomic<bool> fail{false};      // Run returns INTERNAL at its next step
     std::chrono::microseconds step{0};  // time of a step
+    bool at_once = false;               // states of all boundaries at the same time
   };
   FakeEngine(int hidden, int vocab, int max_seq_len) : hidden_(hidden), vocab_(vocab) {
     info_.max_seq_len = max_seq_len;
@@ -115,8 +116,14 @@ class FakeEngine : public Engine {
       const bool lost = task.input_ids.front() == faults.short_token &&
                         task.boundaries[b] == faults.short_boundary && state.rows + rows == tokens;
       if (lost) states[b].resize(states[b].size() - static_cast<size_t>(hidden_));
-      sink.OnStates(ticket, task.boundaries[b], state.rows, states[b]);
+      if (!faults.at_once) sink.OnStates(ticket, task.boundaries[b], state.rows, states[b]);
     }
+    std::vector<std::thread> threads;
+    for (size_t b = 0; faults.at_once && b < states.size(); ++b) {
+      threads.emplace_back(
+          [&, b] { sink.OnStates(ticket, task.boundaries[b], state.rows, states[b]); });
+    }
+    for (std::thread& thread : threads) thread.join();
     state.rows += rows;
     if (state.rows < static_cast<int64_t>(task.input_ids.size())) return true;
     return task.generate ? Sample(ticket, state, sink) : Finish(ticket, state, sink);
