@@ -146,8 +146,8 @@ __global__ void __launch_bounds__(kThreads) PlaceKernel(const SortRowsParams p) 
   }
 }
 
-// All of it in one block: kEach pairs a thread.
-template <int kBlock, int kEach>
+// All of it in one block.
+template <int kBlock>
 __global__ void __launch_bounds__(kBlock) SortFewKernel(const SortRowsParams p) {
   extern __shared__ int32_t rows[];
   const int thread = static_cast<int>(threadIdx.x), pairs = p.num_tokens * p.top_k;
@@ -155,22 +155,19 @@ __global__ void __launch_bounds__(kBlock) SortFewKernel(const SortRowsParams p) 
   for (int slot = thread; slot < p.num_slots; slot += kBlock) rows[slot] = 0;
   __syncthreads();
   WaitForEarlier();
-  int slots[kEach];
-#pragma unroll
-  for (int i = 0; i < kEach; ++i) slots[i] = SlotOf(p, thread + i * kBlock);
-#pragma unroll
-  for (int i = 0; i < kEach; ++i) {
-    if (slots[i] >= 0) atomicAdd(&rows[slots[i]], 1);
+#pragma unroll 4
+  for (int pair = thread; pair < pairs; pair += kBlock) {
+    const int slot = SlotOf(p, pair);
+    if (slot >= 0) atomicAdd(&rows[slot], 1);
   }
   __syncthreads();
   ListTiles(p, rows);
-#pragma unroll
-  for (int i = 0; i < kEach; ++i) {
-    const int pair = thread + i * kBlock;
-    if (pair >= pairs) break;
+#pragma unroll 4
+  for (int pair = thread; pair < pairs; pair += kBlock) {
+    const int slot = SlotOf(p, pair);
     int row = -1;
-    if (slots[i] >= 0) {
-      row = p.whole_step ? rows[slots[i]] + pair / p.top_k : atomicAdd(&rows[slots[i]], 1);
+    if (slot >= 0) {
+      row = p.whole_step ? rows[slot] + pair / p.top_k : atomicAdd(&rows[slot], 1);
       p.token_of_row[row] = pair / p.top_k;
     }
     p.row_of[pair] = row;
@@ -281,14 +278,8 @@ void SortRows(const SortRowsParams& p, cudaStream_t stream) {
   if (pairs == 0) return;
   const size_t shared = static_cast<size_t>(p.num_slots) * sizeof(int32_t);
   // Decode's steps wait for this.
-  constexpr int kFew = 1024, kBlock = 256, kMoreBlock = 1024;
-  if (pairs <= kFew) {
-    return LaunchEarly(SortFewKernel<kBlock, kFew / kBlock>, dim3(1), kBlock, shared, stream, p);
-  }
-  if (pairs <= kFewPairs) {
-    return LaunchEarly(SortFewKernel<kMoreBlock, kFewPairs / kMoreBlock>, dim3(1), kMoreBlock,
-                       shared, stream, p);
-  }
+  if (pairs <= 1024) return LaunchEarly(SortFewKernel<256>, dim3(1), 256, shared, stream, p);
+  if (pairs <= kFewPairs) return LaunchEarly(SortFewKernel<1024>, dim3(1), 1024, shared, stream, p);
   const dim3 blocks(static_cast<unsigned>((pairs + kPairsABlock - 1) / kPairsABlock));
   LaunchEarly(CountKernel, blocks, kThreads, shared, stream, p);
   LaunchEarly(PlaceKernel, blocks, kThreads, shared, stream, p);
