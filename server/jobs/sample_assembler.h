@@ -8,7 +8,7 @@
 #include <span>
 #include <vector>
 
-#include "extractor/base/huge_pages.h"
+#include "extractor/base/recycled_memory.h"
 #include "extractor/engine/hidden_state_sink.h"
 #include "extractor/shard/sample_filter.h"
 #include "server/jobs/job_plan.h"
@@ -18,7 +18,7 @@ namespace statetap {
 
 struct FinishedSample {
   SampleRecord record;
-  std::vector<HugePageVector<uint16_t>> states;  // by boundary, bf16 [tokens, hidden]
+  std::vector<RecycledVector<uint16_t>> states;  // by boundary, bf16 [tokens, hidden]
 };
 
 // The loss mask of a generated answer: all of it but for what is left out here.
@@ -51,7 +51,7 @@ class SampleAssembler {
   const std::vector<int> boundaries_;
   const int hidden_;
   struct Boundary {
-    HugePageVector<uint16_t> states;
+    RecycledVector<uint16_t> states;
     int64_t astray = -1;  // the first row that came where another was next
   };
   std::vector<Boundary> collected_;  // by boundary

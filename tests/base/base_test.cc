@@ -1,4 +1,6 @@
+#include <algorithm>
 #include <cmath>
+#include <cstdlib>
 #include <cstring>
 #include <limits>
 #include <numeric>
@@ -9,6 +11,7 @@
 #include "extractor/base/file.h"
 #include "extractor/base/json.h"
 #include "extractor/base/mapped_file.h"
+#include "extractor/base/recycled_memory.h"
 #include "extractor/base/text.h"
 #include "extractor/base/worker_pool.h"
 #include "tests/support/status_matchers.h"
@@ -52,6 +55,58 @@ TEST(Bf16Test, RoundsToNearestTiesToEven) {
   EXPECT_EQ(FloatToBf16(1.0f + 0x1.02p-8f), FloatToBf16(1.0f + 0x1p-7f));
   EXPECT_EQ(Bf16ToFloat(FloatToBf16(std::numeric_limits<float>::max())),
             std::numeric_limits<float>::infinity());
+}
+
+TEST(RecycledMemoryTest, WhatIsGivenBackIsTakenAgainAndHoldsWhatWasAskedFor) {
+  const size_t kept = KeptMemory();
+  for (const size_t bytes : {size_t{1}, size_t{65535}, size_t{65536}, size_t{65537},
+                             size_t{230'001}, size_t{3} << 20, (size_t{29} << 20) + 5}) {
+    auto* first = static_cast<unsigned char*>(TakeMemory(bytes));
+    std::memset(first, 7, bytes);
+    GiveBackMemory(first, bytes);
+    if (bytes < 65536) {
+      EXPECT_EQ(KeptMemory(), kept) << bytes;
+      continue;
+    }
+    EXPECT_GE(KeptMemory() - kept, bytes);
+    EXPECT_LE(KeptMemory() - kept, bytes + bytes / 4 + 1) << bytes;
+    auto* again = static_cast<unsigned char*>(TakeMemory(bytes));
+    EXPECT_EQ(again, first);
+    auto* other = static_cast<unsigned char*>(TakeMemory(bytes));
+    EXPECT_NE(other, again);
+    std::memset(other, 8, bytes);
+    EXPECT_EQ(again[bytes - 1], 7);
+    GiveBackMemory(other, bytes);
+    EXPECT_EQ(TakeMemory(bytes), other);
+    std::free(other);  // so that the next size finds nothing kept
+    std::free(again);
+    EXPECT_EQ(KeptMemory(), kept);
+  }
+}
+
+TEST(RecycledMemoryTest, NoMoreIsKeptThanIsSaid) {
+  constexpr size_t kBytes = size_t{256} << 20;  // never touched
+  const size_t kept = KeptMemory();
+  std::vector<void*> blocks;
+  for (size_t i = 0; i < kMostKept / kBytes + 3; ++i) blocks.push_back(TakeMemory(kBytes));
+  for (void* block : blocks) GiveBackMemory(block, kBytes);
+  EXPECT_LE(KeptMemory(), kMostKept);
+  EXPECT_GT(KeptMemory(), kMostKept - kBytes);
+  while (KeptMemory() > kept) std::free(TakeMemory(kBytes));
+}
+
+TEST(RecycledMemoryTest, ManyThreadsTakeAndGiveBack) {
+  std::vector<std::thread> threads;
+  for (int t = 0; t < 4; ++t) {
+    threads.emplace_back([t] {
+      for (size_t i = 0; i < 300; ++i) {
+        RecycledVector<uint16_t> values(40'000 + i % 7 * 9'000, static_cast<uint16_t>(t));
+        EXPECT_EQ(std::count(values.begin(), values.end(), t),
+                  static_cast<ptrdiff_t>(values.size()));
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
 }
 
 TEST(HalfTest, SubnormalsAndSpecials) {
