@@ -94,12 +94,10 @@ class FakeEngine : public Engine {
     for (int64_t row = state.rows; row < state.rows + rows; ++row) {
       const int32_t id = task.input_ids[static_cast<size_t>(row)];
       state.hash = Mix(state.hash ^ static_cast<uint64_t>(id + 1));
-      const int bad = *std::max_element(task.boundaries.begin(), task.boundaries.end());
-      if (id == faults.bad_token && bad >= faults.bad_boundary) {
-        sink.OnFailed(ticket, {absl::DataLossError("a state is not finite"),
-                               *std::lower_bound(task.boundaries.begin(), task.boundaries.end(),
-                                                 faults.bad_boundary),
-                               row});
+      const auto bad =
+          std::lower_bound(task.boundaries.begin(), task.boundaries.end(), faults.bad_boundary);
+      if (id == faults.bad_token && bad != task.boundaries.end()) {
+        sink.OnFailed(ticket, {absl::DataLossError("a state is not finite"), *bad, row});
         return false;
       }
       for (size_t b = 0; b < states.size(); ++b) {
