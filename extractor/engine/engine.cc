@@ -173,7 +173,10 @@ class EngineImpl final : public Engine {
   void StartStep(const std::shared_ptr<const ScheduledStep>& step, StepOutput& output);
   // Hands out the step's tokens, which the next step wants; the rest is late.
   Late TakeStep(const ScheduledStep& step, const StepOutput& output, HiddenStateSink& sink);
-  void HandOutTokens(const ScheduledRows& rows, const StepOutput& output, HiddenStateSink& sink);
+  // The failure, where the logits are not finite.
+  std::optional<HiddenStateSink::Failure> HandOutTokens(const ScheduledRows& rows,
+                                                        const StepOutput& output,
+                                                        HiddenStateSink& sink);
   void HandOut(Late late, HiddenStateSink& sink);
   void Fail(Sequence& sequence, HiddenStateSink::Failure failure, HiddenStateSink& sink);
   bool Sharded(int num_tokens) const;
@@ -351,7 +354,8 @@ absl::Status EngineImpl::MakeRoomForStates(int num_boundaries) {
     }
   } catch (const std::exception& error) {
     return absl::ResourceExhaustedError(
-        fmt::format("no host memory for the states of {} tokens at {} boundaries: {}",
+        fmt::format("no host memory for the states of two steps of {} tokens at {} boundaries; a "
+                    "smaller --max-batch-tokens takes less: {}",
                     options_.max_batch_tokens, num_boundaries, error.what()));
   }
   return absl::OkStatus();
@@ -379,7 +383,11 @@ Late EngineImpl::TakeStep(const ScheduledStep& step, const StepOutput& output,
           {rows.sequence, first, rows.first_row + first - rows.first_token, end - first});
     sequence.computed = end;
     sequence.handed_out = std::max(sequence.handed_out, end);
-    HandOutTokens(rows, output, sink);
+    const auto failure = HandOutTokens(rows, output, sink);
+    if (!failure) continue;
+    // Such logits come from such a state, most often: that one is named then.
+    if (first < end) HandOut({late.boundaries, late.states, {late.rows.back()}, {}}, sink);
+    if (!sequence.given_up) Fail(sequence, *failure, sink);
   }
   for (auto& sequence : scheduler_->TakeComplete()) {
     if (sequence->task.boundaries.empty()) {
@@ -391,8 +399,9 @@ Late EngineImpl::TakeStep(const ScheduledStep& step, const StepOutput& output,
   return late;
 }
 
-void EngineImpl::HandOutTokens(const ScheduledRows& rows, const StepOutput& output,
-                               HiddenStateSink& sink) {
+std::optional<HiddenStateSink::Failure> EngineImpl::HandOutTokens(const ScheduledRows& rows,
+                                                                  const StepOutput& output,
+                                                                  HiddenStateSink& sink) {
   Sequence& sequence = *rows.sequence;
   const SampleTask& task = sequence.task;
   const auto chosen =
@@ -402,17 +411,15 @@ void EngineImpl::HandOutTokens(const ScheduledRows& rows, const StepOutput& outp
   for (const ChosenToken& one : chosen) {
     if (std::isnan(one.logprob)) {
       const int64_t token = rows.first_scored + static_cast<int64_t>(scores.size()) - 1;
-      return Fail(
-          sequence,
-          {absl::DataLossError(fmt::format("the logits after token {} are not finite", token)),
-           config_.num_layers, token},
-          sink);
+      return HiddenStateSink::Failure{
+          absl::DataLossError(fmt::format("the logits after token {} are not finite", token)),
+          config_.num_layers, token};
     }
     scores.push_back({one.logprob, one.entropy, one.best, one.best_logprob});
   }
   const std::span given = std::span(scores).first(scores.size() - (rows.samples ? 1 : 0));
   if (!given.empty()) sink.OnScores(task.ticket, rows.first_scored, given);
-  if (!rows.samples) return;
+  if (!rows.samples) return std::nullopt;
   const int32_t id = chosen.back().id;
   sequence.tokens.push_back(id);
   const auto length = static_cast<int>(sequence.tokens.size()),
@@ -423,6 +430,7 @@ void EngineImpl::HandOutTokens(const ScheduledRows& rows, const StepOutput& outp
     sequence.end = FinishReason::kLength;
   }
   sink.OnToken(task.ticket, id, task.token_scores ? scores.back() : TokenScore{NAN, NAN});
+  return std::nullopt;
 }
 
 void EngineImpl::HandOut(Late late, HiddenStateSink& sink) {

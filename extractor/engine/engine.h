@@ -1,8 +1,9 @@
 // Tokens in, hidden states out: continuous batching over the model's ranks.
 //
 // Engine::Open loads a checkpoint onto the ranks; Run works until the source ends. One Run at a
-// time; its thread calls source and sink. This is the fault boundary: whatever a device throws
-// below becomes the Status that Run returns, after every rank has stopped.
+// time; its thread calls source and sink, and others of the engine's hand out states. This is the
+// fault boundary: whatever a device throws below becomes the Status that Run returns, after every
+// rank has stopped.
 #pragma once
 
 #include <chrono>

@@ -99,7 +99,6 @@ class JobRunner final : private SampleSource, private HiddenStateSink {
     std::shared_ptr<Answer> answer;
     std::optional<SampleAssembler> assembler;
     int64_t reserved = 0;
-    bool rejected = false;      // noted already; what still comes is dropped
     int64_t prompt_tokens = 0;  // that are not in the count of those read yet
   };
   JobRunner(JobStore& store, const ServedModel& model, Engine& engine, ShardFolders& folders,
@@ -124,7 +123,6 @@ class JobRunner final : private SampleSource, private HiddenStateSink {
   ActiveJobPtr ActiveOf(int64_t key) const;  // null where no attempt is under way
   void End(uint64_t ticket, Running& running);
   void CountPrompt(Running& running);
-  void RejectRunning(Running& running, Rejection rejection);
   Running* Find(uint64_t ticket);
 
   std::optional<SampleTask> Next() override;

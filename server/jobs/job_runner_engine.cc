@@ -96,7 +96,7 @@ std::vector<uint64_t> JobRunner::TakeCancelled() {
   std::vector<uint64_t> tickets;
   if (!cancels_.exchange(false)) return tickets;
   for (const auto& [ticket, running] : running_) {
-    if (running.rejected || (running.job != nullptr && running.job->stopped) ||
+    if ((running.job != nullptr && running.job->stopped) ||
         (running.answer != nullptr && running.answer->abandoned()))
       tickets.push_back(ticket);
   }
@@ -114,12 +114,6 @@ bool JobRunner::Stopping() { return stopping_; }
 JobRunner::Running* JobRunner::Find(uint64_t ticket) {
   const auto found = running_.find(ticket);
   return found == running_.end() ? nullptr : &found->second;
-}
-
-void JobRunner::RejectRunning(Running& running, Rejection rejection) {
-  if (running.rejected) return;
-  running.rejected = true;
-  pipeline_->PushRejected(running.job, running.assembler->index(), std::move(rejection));
 }
 
 void JobRunner::End(uint64_t ticket, Running& running) {
@@ -171,14 +165,15 @@ void JobRunner::OnFinished(uint64_t ticket, FinishReason reason) {
   if (running->answer != nullptr) {
     CountPrompt(*running);
     running->answer->End(absl::OkStatus(), reason);
-  } else if (!running->rejected) {
+  } else {
     absl::StatusOr<FinishedSample> sample = running->assembler->Finish(reason);
     if (sample.ok()) {
       // The pipeline gives the reservation back.
       pipeline_->PushFinished(running->job, *std::move(sample),
                               std::exchange(running->reserved, 0));
     } else {
-      RejectRunning(*running, {"engine", {}, {}, std::string(MessageOf(sample.status()))});
+      pipeline_->PushRejected(running->job, running->assembler->index(),
+                              {"engine", {}, {}, std::string(MessageOf(sample.status()))});
     }
   }
   End(ticket, *running);
@@ -197,7 +192,7 @@ void JobRunner::OnFailed(uint64_t ticket, const Failure& failure) {
     if (absl::IsInvalidArgument(failure.status)) rejection.reason = "input";
     if (failure.boundary >= 0) rejection.layer = failure.boundary;
     if (failure.token >= 0) rejection.token = failure.token;
-    RejectRunning(*running, std::move(rejection));
+    pipeline_->PushRejected(running->job, running->assembler->index(), std::move(rejection));
   }
   End(ticket, *running);
 }

@@ -306,8 +306,6 @@ TEST(EngineTest, CancelGivesUpOneAndStoppingAll) {
       << "the engine goes on";
 }
 
-// Fault class 31: a rank dies in the middle of a job. What was handed out stays; the rest neither
-// ends nor fails, so that it runs again.
 TEST(EngineTest, HowManyThreadsHandOutChangesNothing) {
   EngineOptions options;
   options.max_batch_tokens = 48;
@@ -318,6 +316,53 @@ TEST(EngineTest, HowManyThreadsHandOutChangesNothing) {
   options.hand_out_threads = 5;
   const auto together = RunTasks(*Open(options), tasks, kHidden);
   for (size_t i = 0; i < tasks.size(); ++i) ExpectSame(together[i], alone[i]);
+}
+
+// Samples of all kinds, pushed out of the cache, given up at any time (before they start and after
+// they end too), with all there is room for and with a source that waits for endings.
+TEST(EngineTest, EverySampleEndsOnceWhateverIsGivenUp) {
+  std::vector<SampleTask> tasks;
+  for (SampleTask& task : SomeTasks(8, /*temperature=*/1)) {
+    const auto number = static_cast<uint32_t>(tasks.size());
+    task.max_new_tokens = 12;
+    if (number % 4 == 0) task.boundaries.clear();
+    tasks.push_back(std::move(task));
+    tasks.push_back(PrefillTask(RandomIds(1 + 9 * number, number)));
+  }
+  const auto clean = RunTasks(*Open(), tasks, kHidden);
+  EngineOptions small;
+  small.max_batch_tokens = 19;
+  small.kv_cache_bytes = int64_t{9} * 64 * 80 * 4 * 8;  // 9 pages
+  small.hand_out_threads = 3;
+  const auto engine = Open(small);
+  for (const size_t at_once : {tasks.size(), size_t{5}, size_t{1}}) {
+    Harness harness(tasks, kHidden);
+    harness.at_once = at_once;
+    std::mt19937 random(7);
+    harness.on_token = [&](uint64_t ticket) {  // it, or one near it
+      if (random() % 8 == 0)
+        harness.cancel.push_back((ticket + tasks.size() - 2 + random() % 5) % tasks.size());
+    };
+    ASSERT_OK(engine->Run(harness, harness));
+    int finished = 0;
+    for (size_t i = 0; i < tasks.size(); ++i) {
+      const Captured& result = harness.results()[i];
+      if (result.finished) {
+        ++finished;
+        ExpectSame(result, clean[i]);
+        continue;
+      }
+      ASSERT_TRUE(result.failed) << "sample " << i << " of " << at_once << " never ended";
+      EXPECT_THAT(result.failed->status, testing::StatusIs(absl::StatusCode::kCancelled, ""));
+      for (const auto& [boundary, states] : result.states) {
+        const auto& whole = clean[i].states.at(boundary);
+        ASSERT_LE(states.size(), whole.size());
+        EXPECT_TRUE(std::equal(states.begin(), states.end(), whole.begin()));
+      }
+    }
+    EXPECT_GT(finished, 0);
+    EXPECT_LT(finished, static_cast<int>(tasks.size()));
+  }
 }
 
 // It is found while the next step runs, which has rows of the sample too.
@@ -347,13 +392,19 @@ TEST(EngineFaultTest, AStateThatIsNotFiniteEndsItsSampleAlone) {
     std::replace(ids.begin(), ids.end(), kBad, kBad + 1);
     tasks.push_back(PrefillTask(std::move(ids)));
   }
+  tasks[4].token_scores = true;
+  tasks[5].generate = true;
+  tasks[5].max_new_tokens = 4;
+  tasks[5].max_length = 100;
   const auto clean = RunTasks(*Open(options), tasks, kHidden);
   for (const size_t i : {2u, 3u})
     tasks[i].input_ids[kAt] = kBad;  // with chunks to come; the last one
+  for (const size_t i : {4u, 5u})
+    tasks[i].input_ids[kAt] = kBad;  // whose logits are not finite either
   ASSERT_OK_AND_ASSIGN(const auto engine, Engine::Open(broken, options));
   const auto results = RunTasks(*engine, tasks, kHidden);
   for (size_t i = 0; i < tasks.size(); ++i) {
-    if (i != 2 && i != 3) {
+    if (i < 2) {
       ExpectSame(results[i], clean[i]);
       continue;
     }
@@ -366,6 +417,8 @@ TEST(EngineFaultTest, AStateThatIsNotFiniteEndsItsSampleAlone) {
   }
 }
 
+// Fault class 31: a rank dies in the middle of a job. What was handed out stays; the rest neither
+// ends nor fails, so that it runs again.
 TEST(EngineFaultTest, ADeadRankEndsTheRunAsUnavailable) {
   EngineOptions options;
   options.ranks = 2;
