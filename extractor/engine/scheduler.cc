@@ -37,12 +37,21 @@ Scheduler::Scheduler(const Limits& limits) : limits_(limits) {
   for (int page = limits.num_pages - 1; page >= 0; --page) free_pages_.push_back(page);
 }
 
+bool Scheduler::HasRoom() const {
+  if (!waiting_.empty() || static_cast<int>(running_.size()) >= limits_.max_running) return false;
+  size_t left = 0;
+  for (const auto& sequence : running_)
+    left += sequence->tokens.size() - static_cast<size_t>(sequence->computed);
+  return left < static_cast<size_t>(limits_.max_batch_tokens);
+}
+
 void Scheduler::Admit(SampleTask task) {
   auto sequence = std::make_shared<Sequence>();
   sequence->tokens = task.input_ids;
   if (!task.generate) sequence->end = FinishReason::kPrefill;
   sequence->task = std::move(task);
   waiting_.push_back(std::move(sequence));
+  StartWaiting();
 }
 
 bool Scheduler::Grow(Sequence& sequence, int tokens) {
@@ -62,13 +71,17 @@ void Scheduler::Release(Sequence& sequence) {
 }
 
 void Scheduler::StartWaiting() {
-  // Room for all that is known of a sequence and one token more, so that starting it does not push
-  // another one out at once.
+  // Room for all that is known of it, and of those that started before, and one token more of each,
+  // so that starting it does not push another one out at once.
+  const auto wants = [](const Sequence& sequence) {
+    return PagesFor(static_cast<int>(sequence.tokens.size()) + 1) -
+           static_cast<int>(sequence.pages.size());
+  };
+  int free = static_cast<int>(free_pages_.size());
+  for (const auto& sequence : running_) free -= wants(*sequence);
   while (!waiting_.empty() && static_cast<int>(running_.size()) < limits_.max_running) {
-    Sequence& next = *waiting_.front();
-    if (!running_.empty() &&
-        PagesFor(static_cast<int>(next.tokens.size()) + 1) > static_cast<int>(free_pages_.size()))
-      return;
+    free -= wants(*waiting_.front());
+    if (!running_.empty() && free < 0) return;
     running_.push_back(std::move(waiting_.front()));
     waiting_.pop_front();
   }

@@ -49,10 +49,8 @@ class Scheduler {
   };
   explicit Scheduler(const Limits& limits);
 
-  // True where a task like this would start at once.
-  bool HasRoom() const {
-    return waiting_.empty() && static_cast<int>(running_.size()) < limits_.max_running;
-  }
+  // True while the next step is not full and a short task would be in it.
+  bool HasRoom() const;
   bool Idle() const { return running_.empty() && waiting_.empty(); }
   // REQUIRES: its longest form fits into the cache alone.
   void Admit(SampleTask task);

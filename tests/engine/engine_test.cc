@@ -2,6 +2,7 @@
 #include "extractor/engine/engine.h"
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <cmath>
 #include <filesystem>
@@ -304,6 +305,17 @@ TEST(EngineTest, CancelGivesUpOneAndStoppingAll) {
   EXPECT_EQ(RunTasks(*engine, {PrefillTask({1, 2, 3})}, kHidden)[0].finished,
             FinishReason::kPrefill)
       << "the engine goes on";
+}
+
+TEST(EngineTest, StepsAreFullOfShortSamples) {
+  std::atomic<int64_t> steps = 0;
+  EngineOptions options;
+  options.max_batch_tokens = 100;
+  options.before_step = [&](int, int64_t) { ++steps; };
+  std::vector<SampleTask> tasks;
+  for (uint32_t i = 0; i < 60; ++i) tasks.push_back(PrefillTask(RandomIds(5, i)));
+  RunTasks(*Open(options), tasks, kHidden);
+  EXPECT_EQ(steps, 3);
 }
 
 TEST(EngineTest, HowManyThreadsHandOutChangesNothing) {

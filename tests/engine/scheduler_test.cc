@@ -1,5 +1,6 @@
 #include "extractor/engine/scheduler.h"
 
+#include <algorithm>
 #include <map>
 #include <set>
 
@@ -103,6 +104,25 @@ TEST(SchedulerTest, OneSampleMayFillTheCache) {
   for (uint64_t i = 0; i < 3; ++i) player.scheduler.Admit(Task(i, 200, 56));
   player.PlayAll();
   for (uint64_t i = 0; i < 3; ++i) player.ExpectWhole(i, 256);
+}
+
+TEST(SchedulerTest, AStepTakesAsManySamplesAsFillIt) {
+  const auto admitted = [](Scheduler::Limits limits, int prompt) {
+    Player player(limits);
+    uint64_t count = 0;
+    while (player.scheduler.HasRoom()) player.scheduler.Admit(Task(count++, prompt));
+    const ScheduledStep step = player.scheduler.Next();
+    EXPECT_EQ(step.plan.num_tokens(),
+              std::min<int>(limits.max_batch_tokens, static_cast<int>(step.rows.size()) * prompt));
+    player.PlayAll();
+    for (uint64_t i = 0; i < count; ++i) player.ExpectWhole(i, prompt);
+    EXPECT_EQ(player.recomputed, 0);
+    return std::pair(count, step.rows.size());
+  };
+  EXPECT_EQ(admitted({64, 100, 100}, 5), std::pair(uint64_t{13}, size_t{13}));
+  EXPECT_EQ(admitted({64, 100, 100}, 200), std::pair(uint64_t{1}, size_t{1}));
+  EXPECT_EQ(admitted({64, 8, 100}, 5), std::pair(uint64_t{8}, size_t{8}));
+  EXPECT_EQ(admitted({1000, 100, 5}, 100), std::pair(uint64_t{3}, size_t{2})) << "the third waits";
 }
 
 TEST(SchedulerTest, DecodingGoesBeforePrompts) {
