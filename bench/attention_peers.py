@@ -8,37 +8,12 @@ and reads the expanded keys and the latents as the model leaves them.
 import argparse
 import ctypes
 import math
-import time
 
 import torch
+from graph_timing import graph_of, interleaved
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 HEADS, SCALE = 8, 1 / math.sqrt(192)
-
-
-def graph_of(launch, count=20):
-    for _ in range(3):
-        launch()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(count):
-            launch()
-    return graph, count
-
-
-def interleaved(graphs, repeats, rest):
-    took = {name: [] for name in graphs}
-    for _ in range(repeats):
-        for name, (graph, count) in graphs.items():
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            graph.replay()
-            end.record()
-            torch.cuda.synchronize()
-            took[name].append(begin.elapsed_time(end) * 1e3 / count)
-            time.sleep(rest)
-    return {name: sorted(times)[len(times) // 2] for name, times in took.items()}
 
 
 def main():
@@ -84,7 +59,7 @@ def main():
                 got = out.view(seqs, length, HEADS, 128)[s][rows].float()
                 worst = max(worst, ((got - want).norm(dim=-1) / want.norm(dim=-1)).max().item())
             errors[name] = worst
-        us = interleaved({name: graph_of(launch) for name, launch in launches.items()}, 100 if args.sustained else 25, 0.0 if args.sustained else 0.02)
+        us = interleaved({name: graph_of(launch, 20) for name, launch in launches.items()}, 100 if args.sustained else 25, 0.0 if args.sustained else 0.02)
         flop = 2 * seqs * HEADS * length * (length + 1) / 2 * (192 + 128)
         best = min(time for name, time in us.items() if not name.startswith("ours"))
         print(f"{seqs} x {length}: " + ", ".join(f"{name} {time:.1f} us ({flop / time / 1e6:.0f} TF)" for name, time in us.items())

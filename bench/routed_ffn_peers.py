@@ -26,6 +26,7 @@ import time
 import torch
 import triton
 import triton.language as tl
+from graph_timing import graph_of, interleaved
 
 DEV, BF, GROUP, HIDDEN, TOP_K, EXPERTS, RANKS = "cuda", torch.bfloat16, 32, 7168, 8, 384, 8
 TOLERANCE = 0.01  # of relative errors: bf16 results are within 0.005
@@ -314,33 +315,6 @@ class Layer:
 
 
 # ---- timing --------------------------------------------------------------------------------------------------------------------------------------
-def graph_of(launch, count=1):
-    launch()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(count):
-            launch()
-    return graph, count
-
-
-def interleaved(graphs, repeats, rest, settle=0.0):
-    """Median microseconds of a launch of each, turn by turn, so that all have the same clock and power; the first `settle` seconds do not count."""
-    took, begun = {name: [] for name in graphs}, time.monotonic()
-    while len(next(iter(took.values()))) < repeats:
-        counts = time.monotonic() - begun >= settle
-        for name, (graph, count) in graphs.items():
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            graph.replay()
-            end.record()
-            torch.cuda.synchronize()
-            if counts:
-                took[name].append(begin.elapsed_time(end) * 1e3 / count)
-            time.sleep(rest)
-    return {name: statistics.median(times) for name, times in took.items()}
-
-
 def profiled(launch, matmul, repeats, rest):
     """Median microseconds of our gate and up, our down, and `matmul`, kernel by kernel."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:

@@ -58,27 +58,24 @@ TEST(SampleAssemblerTest, ATextKeepsItsOwnMask) {
   EXPECT_THAT(finished.record.loss_mask, ElementsAre(0, 1, 0));
 }
 
-TEST(SampleAssemblerTest, RowsAndTokensMustAgree) {
+// Of a text of two tokens whose rows of boundary 2 come with these numbers.
+absl::Status StatusOf(const std::vector<int64_t>& rows) {
   const std::vector<int> boundaries = {2};
   SampleRow sample;
   sample.ids = {1, 2};
   sample.mask = {1, 1};
   SampleAssembler assembler(sample, std::nullopt, boundaries, /*hidden=*/1, /*max_rows=*/2);
   const std::vector<uint16_t> row = {0x3f80};
-  assembler.AddStates(2, 0, row);
-  EXPECT_THAT(assembler.Finish(FinishReason::kPrefill),
-              StatusIs(absl::StatusCode::kInternal, "1 rows for 2 tokens"));
+  for (const int64_t number : rows) assembler.AddStates(2, number, row);
+  return assembler.Finish(FinishReason::kPrefill).status();
+}
+
+TEST(SampleAssemblerTest, RowsAndTokensMustAgree) {
+  EXPECT_THAT(StatusOf({0}), StatusIs(absl::StatusCode::kInternal, "1 rows for 2 tokens"));
 }
 
 TEST(SampleAssemblerTest, NoRowComesTwice) {
-  const std::vector<int> boundaries = {2};
-  SampleRow sample;
-  sample.ids = {1, 2};
-  sample.mask = {1, 1};
-  SampleAssembler assembler(sample, std::nullopt, boundaries, /*hidden=*/1, /*max_rows=*/2);
-  const std::vector<uint16_t> row = {0x3f80};
-  for (const int64_t number : {0, 0, 1}) assembler.AddStates(2, number, row);
-  EXPECT_THAT(assembler.Finish(FinishReason::kPrefill),
+  EXPECT_THAT(StatusOf({0, 0, 1}),
               StatusIs(absl::StatusCode::kInternal, "row 0 of boundary 2 came out of order"));
 }
 

@@ -60,11 +60,11 @@ std::array<uint32_t, 3> Alignments(const GemmParams& p) {
 }
 
 // Numbers of rows that an algorithm is to be good at.
-std::array<int, 3> TypicalRows(Phase phase) {
+std::vector<int> TypicalRows(Phase phase) {
   switch (phase) {
     case Phase::kPrompt: return {2048, 8192, 32768};
     case Phase::kOwnRows: return {256, 1024, 4096};
-    case Phase::kDecode: return {64, 64, 64};
+    case Phase::kDecode: return {64};
   }
   return {};
 }
