@@ -2,16 +2,19 @@
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <cmath>
 #include <cstring>
-#include <mutex>
+#include <utility>
 
 #include "extractor/backend/cuda/check.h"
+#include "extractor/base/once_map.h"
 
 namespace statetap::cuda {
 namespace {
 
 constexpr int kCandidates = 16;
+std::atomic<int64_t> num_met = 0;
 
 // Descriptors on the stack: making them is cheaper than keeping them by m.
 struct Descriptors {
@@ -206,7 +209,7 @@ std::vector<float> Gemm::Try(const std::vector<cublasLtMatmulAlgo_t>& algorithms
   return best;
 }
 
-const Gemm::Plan& Gemm::PlanFor(const GemmParams& p) {
+const Gemm::Plan& Gemm::PlanFor(const GemmParams& p, cudaStream_t stream) {
   const auto [align_w, align_x, align_y] = Alignments(p);
   const int flags = (p.w_by_k ? 1 : 0) | (p.fp32_out ? 2 : 0) | (p.accumulate ? 4 : 0) |
                     static_cast<int>(p.phase) << 3 |
@@ -214,23 +217,17 @@ const Gemm::Plan& Gemm::PlanFor(const GemmParams& p) {
   const Key key{p.n, p.k, p.x_stride, p.w_stride, p.y_stride, p.batch, p.x_batch, p.y_batch, flags};
   const auto found = plans_.find(key);
   if (found != plans_.end()) return found->second;
-  static std::mutex mutex;
-  static std::map<std::string, Plans> of_process;  // by kind of GPU
-  const auto known = [&]() -> const Plan* {
-    const std::lock_guard lock(mutex);
-    const Plans& plans = of_process[gpu_];
-    const auto at = plans.find(key);
-    return at == plans.end() ? nullptr : &at->second;
-  };
-  const Plan* plan = known();
-  if (plan == nullptr) {
-    // Not under the lock: another rank must not wait here, as kernels may be waiting for it.
-    const Plan chosen = Choose(p);
-    const std::lock_guard lock(mutex);
-    plan = &of_process[gpu_].emplace(key, chosen).first->second;  // the first one to come is taken
-  }
-  return plans_.emplace(key, *plan).first->second;
+  // One rank tries and the others wait for its choice: on one GPU they would disturb each other.
+  // What this rank has enqueued may be waiting for kernels of a rank that comes here to wait, so
+  // that has to end first: whoever tries then waits for nobody.
+  Check(cudaStreamSynchronize(stream));
+  static OnceMap<std::pair<std::string, Key>, Plan> of_process;  // by kind of GPU
+  const Plan plan = of_process.Get({gpu_, key}, [&] { return Choose(p); });
+  ++num_met;
+  return plans_.emplace(key, plan).first->second;
 }
+
+int64_t Gemm::NumMet() { return num_met; }
 
 void Gemm::Run(const GemmParams& params, cudaStream_t stream) {
   GemmParams p = params;
@@ -245,7 +242,7 @@ void Gemm::Run(const GemmParams& params, cudaStream_t stream) {
 
 void Gemm::RunOnce(const GemmParams& p, cudaStream_t stream) {
   if (p.n == 0 || p.batch == 0) return;
-  const Plan& plan = PlanFor(p);
+  const Plan& plan = PlanFor(p, stream);
   if (plan.plain) return PlainGemm(p, stream);
   RunBy(plan.algorithm, p, workspace_.as<void>(), stream);
 }

@@ -4,9 +4,10 @@
 // chosen when the shape is first seen. A pinned algorithm with its fixed split of K gives a row the
 // same bits whatever the number of rows, so within a phase a row does not depend on the step it
 // runs in. For prompts the fastest of those that cuBLASLt offers is chosen, by trying them on
-// memory of their own; the choice holds for all ranks of the process on GPUs of this kind, as rows
-// that two ranks compute must get the same bits. Shapes that cuBLASLt does not take (odd sizes) run
-// on a plain kernel.
+// memory of their own: one rank tries, and its choice holds for all ranks of the process on GPUs of
+// this kind, as rows that two ranks compute must get the same bits. That takes seconds for a
+// model's shapes: the engine has all of them met while it loads. Shapes that cuBLASLt does not take
+// (odd sizes) run on a plain kernel.
 #pragma once
 
 #include <cublasLt.h>
@@ -56,6 +57,10 @@ class Gemm {
   // Enqueues on `stream`; one stream at a time, as the workspace is shared.
   void Run(const GemmParams& params, cudaStream_t stream);
 
+  // Shapes that the Gemms of this process have met so far, each counting its own: where none is
+  // added nothing was chosen.
+  static int64_t NumMet();
+
   // What cuBLASLt offers for params.m rows, best guess first, at most `most`; and a run by one.
   std::vector<cublasLtMatmulAlgo_t> Offered(const GemmParams& params, int most) const;
   void RunBy(const cublasLtMatmulAlgo_t& algorithm, const GemmParams& params, void* workspace,
@@ -71,7 +76,8 @@ class Gemm {
   };
   using Plans = std::map<Key, Plan>;
   void RunOnce(const GemmParams& params, cudaStream_t stream);
-  const Plan& PlanFor(const GemmParams& params);
+  // Waits for `stream` and for the choice where this rank meets the shape for the first time.
+  const Plan& PlanFor(const GemmParams& params, cudaStream_t stream);
   Plan Choose(const GemmParams& params) const;
   // Milliseconds of a few runs by each, on memory of their own.
   std::vector<float> Try(const std::vector<cublasLtMatmulAlgo_t>& algorithms,
