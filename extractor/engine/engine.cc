@@ -3,7 +3,9 @@
 #include <algorithm>
 #include <array>
 #include <atomic>
+#include <chrono>
 #include <cmath>
+#include <numeric>
 #include <optional>
 #include <thread>
 #include <utility>
@@ -13,9 +15,11 @@
 #include "extractor/backend/cuda/cuda_backend.h"
 #endif
 #include "extractor/base/dtype.h"
+#include "extractor/base/log.h"
 #include "extractor/base/worker_pool.h"
 #include "extractor/engine/rank_group.h"
 #include "extractor/engine/scheduler.h"
+#include "extractor/engine/warm_up.h"
 #include "extractor/model/transformer.h"
 
 namespace statetap {
@@ -28,6 +32,8 @@ constexpr int kShardedFrom =
 constexpr int kTokensOfGpuStep = 65'536;
 constexpr std::chrono::milliseconds kGpuStep = std::chrono::seconds(20),
                                     kCpuStep = std::chrono::seconds(1800);
+// The first one chooses the algorithms, in seconds on an H200.
+constexpr std::chrono::milliseconds kWarmUpStep = std::chrono::minutes(5);
 // States are looked through and handed out in pieces that stay in a core's cache between the two.
 constexpr int64_t kPieceValues = 65'536;
 
@@ -99,6 +105,13 @@ absl::StatusOr<std::vector<std::unique_ptr<Backend>>> MakeBackends(const EngineO
       "backend \"{}\" is not part of this build; available: {}", options.backend, kAvailable));
 }
 
+// Behind a device's message, most often that its memory is too small.
+std::string_view Remedy(std::string_view what) {
+  const bool memory = what.find("memory") != what.npos || what.find("alloc") != what.npos;
+  return memory ? "; more ranks (--tp), a smaller --kv-cache-gib or --max-batch-tokens take less"
+                : "";
+}
+
 // What the ranks' threads work with: theirs too, as a stuck one may be left behind.
 struct Ranks {
   std::vector<std::unique_ptr<Backend>> backends;
@@ -166,6 +179,7 @@ class EngineImpl final : public Engine {
   const EngineOptions& options() const override { return options_; }
 
  private:
+  absl::Status WarmUp(const Scheduler::Limits& limits, int num_boundaries);
   absl::Status CheckTask(const SampleTask& task) const;
   void Admit(SampleSource& source, HiddenStateSink& sink);
   void GiveUp(std::span<const uint64_t> tickets, HiddenStateSink& sink);
@@ -230,18 +244,52 @@ absl::Status EngineImpl::Load(const CheckpointIndex& checkpoint, const EngineOpt
   }
   group_ = std::make_unique<RankGroup>(backends, StepTimeout(options));
   hand_out_ = std::make_unique<WorkerPool>(HandOutThreads(options));
-  scheduler_ = std::make_unique<Scheduler>(
-      Scheduler::Limits{limits.max_tokens, std::max(1, options.max_running), limits.num_pages});
+  const Scheduler::Limits steps{limits.max_tokens, std::max(1, options.max_running),
+                                limits.num_pages};
+  scheduler_ = std::make_unique<Scheduler>(steps);
   for (StepOutput& output : ranks_->outputs)
     output.chosen.resize(static_cast<size_t>(limits.max_tokens));
   STATETAP_RETURN_IF_ERROR(MakeRoomForStates(limits.num_boundaries));
+  info_.kv_tokens = int64_t{limits.num_pages} * kPageTokens;
+  info_.max_seq_len = limits.max_context;
+  STATETAP_RETURN_IF_ERROR(WarmUp(steps, limits.num_boundaries));
   for (const auto& backend : backends) {
     const Backend::Memory memory = backend->memory();
     info_.ranks.push_back(
         {memory.weights, memory.kv_cache, memory.workspace, memory.capture, memory.host});
   }
-  info_.kv_tokens = int64_t{limits.num_pages} * kPageTokens;
-  info_.max_seq_len = limits.max_context;
+  return absl::OkStatus();
+}
+
+// What a GPU meets for the first time it meets here, where no step's time is limited to seconds and
+// no job waits. The results are overwritten, as are the pages' keys: a sequence writes a key before
+// it reads it.
+absl::Status EngineImpl::WarmUp(const Scheduler::Limits& limits, int num_boundaries) {
+  if (options_.backend != "cuda") return absl::OkStatus();
+  const auto begin = std::chrono::steady_clock::now();
+  std::vector<int> boundaries(
+      static_cast<size_t>(std::min(num_boundaries, config_.num_layers + 1)));
+  std::iota(boundaries.begin(), boundaries.end(), 0);
+  const auto longest = static_cast<int>(std::min<int64_t>(info_.max_seq_len, info_.kv_tokens));
+  const auto plans = std::make_shared<const std::vector<StepPlan>>(
+      WarmUpSteps(limits, longest, config_.vocab, boundaries));
+  RankGroup group(ranks_->backends, kWarmUpStep);
+  for (size_t i = 0; i < plans->size(); ++i) {
+    const StepPlan& plan = (*plans)[i];
+    const absl::Status ran = group.RunAll(
+        [ranks = ranks_, plans, &plan, sharded = Sharded(plan.num_tokens())](int rank) {
+          ranks->models[static_cast<size_t>(rank)]->Forward(plan, sharded, ranks->outputs[0]);
+        });
+    if (ran.ok()) continue;
+    const std::string_view what = MessageOf(ran);
+    status_ =
+        absl::Status(ran.code(), fmt::format("warming up, step {} of {} ({} tokens): {}{}", i + 1,
+                                             plans->size(), plan.num_tokens(), what, Remedy(what)));
+    return status_;
+  }
+  const std::chrono::duration<double> took = std::chrono::steady_clock::now() - begin;
+  LogInfo("warmed up: {} steps of at most {} tokens, every product's algorithm chosen, in {:.1f} s",
+          plans->size(), plans->front().num_tokens(), took.count());
   return absl::OkStatus();
 }
 
@@ -500,13 +548,9 @@ absl::StatusOr<std::unique_ptr<Engine>> Engine::Open(const CheckpointIndex& chec
   try {
     STATETAP_RETURN_IF_ERROR(engine->Load(checkpoint, options));
   } catch (const std::exception& error) {  // a device fault: most often its memory is too small
-    const std::string_view what = error.what();
-    const bool memory = what.find("memory") != what.npos || what.find("alloc") != what.npos;
-    return absl::ResourceExhaustedError(fmt::format(
-        "cannot load {} ranks on backend {}: {}{}", engine->options().ranks,
-        engine->options().backend, what,
-        memory ? "; more ranks (--tp), a smaller --kv-cache-gib or --max-batch-tokens take less"
-               : ""));
+    return absl::ResourceExhaustedError(
+        fmt::format("cannot load {} ranks on backend {}: {}{}", engine->options().ranks,
+                    engine->options().backend, error.what(), Remedy(error.what())));
   }
   return engine;
 }

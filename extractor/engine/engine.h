@@ -1,9 +1,10 @@
 // Tokens in, hidden states out: continuous batching over the model's ranks.
 //
-// Engine::Open loads a checkpoint onto the ranks; Run works until the source ends. One Run at a
-// time; its thread calls source and sink, and others of the engine's hand out states. This is the
-// fault boundary: whatever a device throws below becomes the Status that Run returns, after every
-// rank has stopped.
+// Engine::Open loads a checkpoint onto the ranks and, on GPUs, runs steps of its own until nothing
+// is left that a first step would have to choose or load; Run works until the source ends. One Run
+// at a time; its thread calls source and sink, and others of the engine's hand out states. This is
+// the fault boundary: whatever a device throws below becomes the Status that Run returns, after
+// every rank has stopped.
 #pragma once
 
 #include <chrono>
@@ -42,7 +43,7 @@ struct EngineOptions {
   enum class Residual { kAuto, kSharded, kReplicated } residual = Residual::kAuto;
   // A step that takes longer has a dead or stuck rank. 0: 20 s on GPUs (more only where
   // max_batch_tokens is above 64K); on the CPU, whose steps of a large model can take that long by
-  // themselves, half an hour.
+  // themselves, half an hour. Steps that Open runs have five minutes each.
   std::chrono::milliseconds step_timeout{0};
   struct LoadState {
     double gigabytes_per_second = 0, fraction = 0, seconds_left = 0;

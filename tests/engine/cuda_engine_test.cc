@@ -4,6 +4,7 @@
 #include <fstream>
 #include <future>
 
+#include "extractor/backend/cuda/gemm.h"
 #include "tests/support/gpu.h"
 #include "tests/support/tiny_kimi.h"
 
@@ -164,6 +165,34 @@ TEST(CudaEngineBitsTest, ALargeStepInPiecesIsTheBitsOfSmallOnes) {
       ASSERT_EQ(runs.back().finished, FinishReason::kPrefill);
     }
     ExpectSame(runs[0], runs[1]);
+  }
+}
+
+// Algorithms are chosen while loading: no job meets a product that the warm-up has not met on that
+// rank, whatever its steps are.
+TEST(CudaEngineWarmUpTest, NoJobChoosesAnAlgorithm) {
+  SKIP_WITHOUT_GPU();
+  using Residual = EngineOptions::Residual;
+  for (const int ranks : {1, 2, 8}) {
+    for (const auto& [batch, residual] : {std::pair(512, Residual::kAuto),
+                                          {512, Residual::kSharded},
+                                          {19, Residual::kReplicated}}) {
+      EngineOptions options = OnGpu(ranks);
+      options.max_batch_tokens = batch;
+      options.residual = residual;
+      const int64_t before = cuda::Gemm::NumMet();
+      const auto engine = testing::OpenTiny(options);
+      const int64_t loaded = cuda::Gemm::NumMet();
+      EXPECT_GT(loaded, before);
+      // Prompts of all lengths with answers, few and many at once, one that fills steps alone, and
+      // a prompt's scores.
+      RunTasks(*engine, SomeTasks(64, /*temperature=*/1), kHidden);
+      RunTasks(*engine, SomeTasks(1, /*temperature=*/0), kHidden);
+      SampleTask scored = LongPrompt(700);
+      scored.token_scores = true;
+      EXPECT_EQ(RunTasks(*engine, {scored}, kHidden)[0].finished, FinishReason::kPrefill);
+      EXPECT_EQ(cuda::Gemm::NumMet(), loaded) << ranks << " ranks, steps of " << batch << " tokens";
+    }
   }
 }
 
