@@ -62,7 +62,7 @@ export STATETAP_EXCHANGES=${STATETAP_EXCHANGES:-50}
 within exchanges 60 "$(program cuda_group_test)" --gtest_color=no --gtest_filter="*Fault*:$(of '*CudaGroupTest*' {Peer,Nccl}{2,4,8})"
 for comm in "${comms[@]}"; do   # TP 2, 4, 8, whole experts and slices, the residual replicated and sharded
   STATETAP_COMM=$comm within "tiny-kimi-$comm" 60 "$(program cuda_reference_test)" --gtest_color=no --gtest_filter="$(of '*CudaRanksTest*' {4..15})"
-  STATETAP_COMM=$comm within "answers-$comm" 60 "$(program cuda_engine_test)" --gtest_color=no --gtest_filter="$(of '*Greedy*' {2..7}):*Bits*:*Comm*"
+  STATETAP_COMM=$comm within "answers-$comm" 60 "$(program cuda_engine_test)" --gtest_color=no --gtest_filter="$(of '*Greedy*' {2..7}):*Bits*:*Comm*:*WarmUp*"
 done
 within faults 100 "$(program cuda_engine_test)" --gtest_color=no --gtest_filter='*Fault*'
 if [ -n "$making" ] && ! wait "$making"; then
@@ -150,6 +150,7 @@ flags=(--layers "$layers" --model "$disk/model" --tp "$ranks" --drain-seconds 5 
 for place in "${places[@]}"; do
   rm -rf "$disk/data"
   begin random_server "${flags[@]}" --shards "${!place}/shards" || continue
+  show random_server 'warmed up'
   what=sent
   [ "$place" != "${places[0]}" ] || what=streamed
   within "job-$place" 110 bash -c "$what"' "$@"' _ "$disk/job.jsonl" --name job --mode prefill --taps $taps && report "job-$place"
