@@ -122,10 +122,10 @@ void AddOptions(CLI::App& app, ServerConfig& config, double& kv_cache_gib, std::
   app.add_option("--max-seq-len", engine.max_seq_len,
                  "Longest sample in tokens (default: the model's positions)")
       ->check(CLI::Range(2, 1 << 24));
-  app.add_option("--max-batch-tokens", engine.max_batch_tokens, "Tokens of a step")
-      ->check(CLI::Range(1, 1 << 20))
-      ->capture_default_str();
-  app.add_option("--kv-cache-gib", kv_cache_gib, "Latent KV cache")
+  app.add_option("--max-batch-tokens", engine.max_batch_tokens,
+                 "Tokens of a step (default: 16384 on GPUs, 512 on a CPU)")
+      ->check(CLI::Range(1, 1 << 20));
+  app.add_option("--kv-cache-gib", kv_cache_gib, "Latent KV cache, of all ranks together")
       ->check(PositiveUpTo(kMostGib))
       ->capture_default_str();
   app.add_option("--host-buffer-gib", config.host_buffer_gib,
@@ -143,7 +143,8 @@ void AddOptions(CLI::App& app, ServerConfig& config, double& kv_cache_gib, std::
 ParsedArguments ParseArguments(int argc, const char* const* argv) {
   ServerConfig config;
   config.engine.backend = "auto";
-  config.engine.ranks = 0;  // the GPUs there are
+  config.engine.ranks = 0;             // the GPUs there are
+  config.engine.max_batch_tokens = 0;  // as suits the backend
   double kv_cache_gib = 1;
   std::string experts = "expert", retain = "all";
   CLI::App app("Statetap's server: generates answers and stores the model's hidden states.",

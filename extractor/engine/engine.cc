@@ -25,6 +25,7 @@
 namespace statetap {
 namespace {
 
+constexpr int kBatchTokensOnGpus = 16'384, kBatchTokensOnCpu = 512;
 constexpr int kLogitRowsAtOnce = 64;
 constexpr int kShardedFrom =
     257;  // tokens of a step from which the residual stream is sharded by tokens
@@ -51,11 +52,13 @@ int GpusHere() {
 #endif
 }
 
-// What "auto" and 0 ranks mean on this machine.
+// What "auto" and 0 mean on this machine.
 void Resolve(EngineOptions& options) {
   const int gpus = options.backend == "cpu" ? 0 : GpusHere();
   if (options.backend == "auto") options.backend = gpus > 0 ? "cuda" : "cpu";
   if (options.ranks == 0) options.ranks = std::max(1, gpus);
+  if (options.max_batch_tokens == 0)
+    options.max_batch_tokens = options.backend == "cuda" ? kBatchTokensOnGpus : kBatchTokensOnCpu;
 }
 
 absl::StatusOr<std::vector<std::unique_ptr<Backend>>> MakeBackends(const EngineOptions& options) {

@@ -33,9 +33,11 @@ struct EngineOptions {
   // CPU.
   int ranks = 1;
   enum class Experts { kExpert, kTensor } experts = Experts::kExpert;
-  int max_seq_len = 0;         // 0: the model's positions
-  int max_batch_tokens = 512;  // tokens of a step, prefill and decode together
-  int max_running = 256;       // samples in flight
+  int max_seq_len = 0;  // 0: the model's positions
+  // Tokens of a step, prefill and decode together. 0: 16,384 on GPUs, where steps of a large model
+  // want as many; 512 on the CPU.
+  int max_batch_tokens = 512;
+  int max_running = 256;  // samples in flight
   int64_t kv_cache_bytes = int64_t{1} << 30;
   double inner_eps = 0;  // of the two inner norms; 0: the config's rms_norm_eps
   int threads = 0;       // CPU threads of all ranks together; 0: one a core

@@ -82,6 +82,12 @@ TEST(EngineTest, GreedyContinuationsEqualTheReference) {
   EXPECT_GE(compared, 60);
 }
 
+TEST(EngineTest, ZeroBatchTokensAreWhatSuitsTheBackend) {
+  EngineOptions options;
+  options.max_batch_tokens = 0;
+  EXPECT_EQ(Open(options)->options().max_batch_tokens, 512);
+}
+
 // Alone, in a batch of 24, in small chunks, with so few pages that sequences are pushed out, and
 // again.
 TEST(EngineTest, ASampleAloneAndInABatchIsTheSameBits) {

@@ -45,6 +45,7 @@ TEST(ServerConfigTest, FlagsAndFileGiveTheSame) {
   EXPECT_EQ(flags.config->shards.size(), 2u);
   EXPECT_TRUE(flags.config->http.empty());
   EXPECT_EQ(flags.config->engine.experts, EngineOptions::Experts::kTensor);
+  EXPECT_EQ(flags.config->engine.max_batch_tokens, 0);  // the backend's
 }
 
 TEST(ServerConfigTest, WrongUsageExitsWithTwoAndSaysWhatIsNear) {
