@@ -115,7 +115,7 @@ class Bench {
     for (const auto& rank : ranks_) {
       Check(cudaSetDevice(rank->device));
       group.Join(rank->rank);
-      group.Reserve(rank->rank, most_, kRow, /*sharded=*/false);
+      group.Reserve(rank->rank, {nullptr, most_, kRow, /*sharded=*/false});
     }
   }
 

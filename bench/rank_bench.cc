@@ -11,9 +11,10 @@
 // give the same tokens and states, bit for bit. With fewer GPUs the ranks share them, which is for
 // trying things out: times mean nothing then, and NCCL is left out.
 //
-// --exchange: what prompts cost with exchanges beside the same without. Of one rank, `serial`,
-// `pieces` and `overlapped`: two ranks on two GPUs play the others of eight to each other
-// (stand_in_group.h); on one GPU the rank copies its own rows.
+// --exchange: what prompts cost with exchanges beside the same without. Of one rank, `serial` and
+// `halves`: two ranks on two GPUs play the others of eight to each other (stand_in_group.h); on one
+// GPU the rank copies its own rows. `turns`: the halves of a step in turns without exchanges; it
+// comes before `halves`.
 //
 // Routing: `uniform`; `zipf`, expert i of the order of popularity chosen 1/i as often as the first;
 // `hot`, one expert of a rank chosen four times as often as the others. Skew is made by the
@@ -22,7 +23,7 @@
 //   rank_bench [--ranks N] [--layers N] [--experts expert|tensor] [--kernels auto|portable|hopper]
 //              [--routing uniform,zipf,hot] [--prefill 8192,…] [--sample 2048] [--decode 1,16,…]
 //              [--context 2048,…] [--cache 262144] [--repeats N] [--graphs on|off]
-//              [--exchange none,serial,pieces,overlapped | none,peer,nccl]
+//              [--halved-from N] [--exchange none,serial,turns,halves | none,peer,nccl]
 #include <algorithm>
 #include <chrono>
 #include <cmath>
@@ -61,8 +62,8 @@ struct Way {
 };
 constexpr Way kWays[] = {{"none"},
                          {"serial", Exchange::kSerial},
-                         {"pieces", Exchange::kPieces},
-                         {"overlapped", Exchange::kOverlapped},
+                         {"turns", Exchange::kTurns},
+                         {"halves", Exchange::kHalves},
                          {"peer", Exchange::kNone, CudaOptions::Comm::kPeer},
                          {"nccl", Exchange::kNone, CudaOptions::Comm::kNccl}};
 
@@ -95,9 +96,9 @@ class TimedRank final : public cuda::CudaBackend {
   bool timed = false;
   std::map<std::string, double> milliseconds;  // by op, of all timed steps
 
-  Step Begin(const StepPlan& plan, bool sharded) override {
+  std::vector<Step> BeginSteps(std::span<const StepPlan> plans, bool sharded) override {
     sharded_ = sharded;
-    return CudaBackend::Begin(plan, sharded);
+    return CudaBackend::BeginSteps(plans, sharded);
   }
   void Embed(const Step& s, const EmbedParams& p) override {
     Timed("embed", [&] { CudaBackend::Embed(s, p); });
@@ -108,8 +109,8 @@ class TimedRank final : public cuda::CudaBackend {
   void LatentProject(const Step& s, const LatentProjectParams& p) override {
     Timed("latent project", [&] { CudaBackend::LatentProject(s, p); });
   }
-  void Gather(const Step& s, const GatherParams& p) override {
-    Timed("gather", [&] { CudaBackend::Gather(s, p); });
+  void Gather(const Step& s, std::initializer_list<GatherParams> arrays) override {
+    Timed("gather", [&] { CudaBackend::Gather(s, arrays); });
   }
   void Attention(const Step& s, const AttentionParams& p) override {
     Timed("attention", [&] { CudaBackend::Attention(s, p); });
@@ -117,8 +118,8 @@ class TimedRank final : public cuda::CudaBackend {
   void Route(const Step& s, const RouteParams& p) override {
     Timed("router", [&] { CudaBackend::Route(s, p); });
   }
-  void RoutedFfn(const Step& s, const RoutedFfnParams& p) override {
-    Timed("routed experts", [&] { CudaBackend::RoutedFfn(s, p); });
+  void RoutedFfnStage(const Step& s, const RoutedFfnParams& p, RoutedStage stage) override {
+    Timed("routed experts", [&] { CudaBackend::RoutedFfnStage(s, p, stage); });
   }
   void DenseFfn(const Step& s, const DenseFfnParams& p) override {
     Timed("shared and dense FFN", [&] { CudaBackend::DenseFfn(s, p); });
@@ -228,6 +229,7 @@ struct Options {
   std::vector<Way> ways = {kWays[0]};
   bool graphs = true;
   int repeats = 5;
+  int halved_from = ModelLimits().halved_from;
 
   bool all() const { return ranks > 0; }
   int world() const { return all() ? ranks : kWorld; }
@@ -272,6 +274,7 @@ class Bench {
     limits_.max_logit_rows = 64;
     limits_.num_pages = num_pages_;
     limits_.inner_eps = 1e-6;
+    limits_.halved_from = options.halved_from;
     OnRanks([this](Rank& rank, int number) { Make(rank, number); });
     output_.chosen.resize(static_cast<size_t>(limits_.max_tokens));
     PrintMemory(devices);
@@ -471,12 +474,10 @@ class Bench {
     const int tokens = plans[0].num_tokens();
     std::printf("%-42s %-10s: %8.2f ms, %7.0f %s", name.c_str(), way_.name, ms, tokens / ms * 1e3,
                 unit);
-    if (way_.comm) {
-      PrintExposed(name, ms);
-      Compare(name, plans[0]);
-    } else if (way_.played == Exchange::kNone) {
-      without_[name] = ms;
-    }
+    const bool without = !way_.comm && way_.played == Exchange::kNone;
+    if (without) without_[name] = ms;
+    if (!without) PrintExposed(name, ms);
+    if (way_.comm) Compare(name, plans[0]);
     std::printf("\n");
     TimeOps(plans);
   }
@@ -485,7 +486,7 @@ class Bench {
     const auto without = without_.find(name);
     if (without == without_.end()) return;
     const double exposed = ms - without->second;
-    std::printf("; exchanges expose %.2f ms, %.0f %%", exposed, 100 * exposed / ms);
+    std::printf("; %.2f ms more than without exchanges, %.0f %%", exposed, 100 * exposed / ms);
   }
 
   // What a step gives does not depend on the carrier. Sequences that share pages of the cache write
@@ -637,6 +638,7 @@ int Main(int argc, char** argv) {
     if (name == "--ranks") options.ranks = std::atoi(argv[i + 1]);
     if (name == "--layers") options.layers = std::atoi(argv[i + 1]);
     if (name == "--repeats") options.repeats = std::atoi(argv[i + 1]);
+    if (name == "--halved-from") options.halved_from = std::atoi(argv[i + 1]);
     if (name == "--experts" && value == "tensor") options.experts = ExpertLayout::kTensor;
     if (name == "--kernels" && value == "portable")
       options.cuda.kernels = CudaOptions::Kernels::kPortable;

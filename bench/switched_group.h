@@ -2,6 +2,7 @@
 #pragma once
 
 #include <memory>
+#include <span>
 #include <utility>
 #include <vector>
 
@@ -22,8 +23,8 @@ class SwitchedGroup final : public cuda::DeviceGroup {
     for (const auto& group : groups_) group->Join(rank);
   }
   void BeginStep(int rank) override { now_->BeginStep(rank); }
-  void Reserve(int rank, int num_rows, size_t row_bytes, bool sharded) override {
-    for (const auto& group : groups_) group->Reserve(rank, num_rows, row_bytes, sharded);
+  void Reserve(int rank, const cuda::SharedRows& rows) override {
+    for (const auto& group : groups_) group->Reserve(rank, rows);
   }
   Parts Share(int rank, const cuda::SharedRows& rows, cudaStream_t stream) override {
     return now_->Share(rank, rows, stream);
@@ -33,8 +34,17 @@ class SwitchedGroup final : public cuda::DeviceGroup {
                        cudaStream_t stream) override {
     now_->ExchangeAddNorm(rank, rows, sum, stream);
   }
-  bool TakesPieces() const override { return now_->TakesPieces(); }
-  void Made(int rank, int piece, cudaStream_t stream) override { now_->Made(rank, piece, stream); }
+  bool Overlaps() const override { return now_->Overlaps(); }
+  void Send(int rank, const cuda::SharedRows& rows, cudaStream_t stream) override {
+    now_->Send(rank, rows, stream);
+  }
+  void GatherBeside(int rank, int half, std::span<const GatherParams> arrays, int num_rows,
+                    cudaStream_t stream) override {
+    now_->GatherBeside(rank, half, arrays, num_rows, stream);
+  }
+  void Arrive(int rank, int half, cudaStream_t stream) override {
+    now_->Arrive(rank, half, stream);
+  }
   bool Recordable(size_t bytes, size_t unit) const override {
     return now_->Recordable(bytes, unit);
   }

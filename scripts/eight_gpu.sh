@@ -80,7 +80,7 @@ rm -rf "${log:?}/mid"
 # 2. Exchanges of 14 KB to 470 MB. 3. Steps of the whole model, with ceilings of the same run.
 within exchange_bench 60 "$(program exchange_bench)" --ranks "$ranks" && show exchange_bench '^[^{]'
 steps=(--prefill 8192,16384,32768 --decode 1,4,16,64,256) cache=262144 repeats=5
-if [ -n "$dry" ]; then steps=(--prefill 8192 --decode 1,16,256) cache=65536 repeats=2; fi
+if [ -n "$dry" ]; then steps=(--prefill 16384 --decode 1,16,256) cache=65536 repeats=2; fi
 node=("$(program rank_bench)" --ranks "$ranks" --layers "$layers" --cache $cache --repeats $repeats)
 carriers=$(IFS=,; echo "${comms[*]}")
 within node 150 "${node[@]}" "${steps[@]}" --exchange "none,$carriers" && show node '^(ceilings|memory|[0-9]+ ranks|prefill|decode|--exchange)'
@@ -103,7 +103,6 @@ tokens=$(printf '%s\n' "$(fits "$memories")" "$(fits "$disks")" | sort -n | head
 taps=2,30,58
 [ "$layers" -eq 61 ] || taps=$((layers - 3)),$((layers - 2)),$((layers - 1))
 batch=16384
-[ -z "$dry" ] || batch=8192
 memory=$(mktemp -d "$memories/statetap-XXXXXX") disk=$(mktemp -d "$disks/statetap-XXXXXX") server=
 end() { [ -z "$server" ] || { kill "$server" 2>/dev/null; wait "$server"; } 2>/dev/null; server=; }
 trap 'end; rm -rf "$memory" "$disk"' EXIT

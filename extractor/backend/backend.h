@@ -9,6 +9,7 @@
 #pragma once
 
 #include <cstdint>
+#include <initializer_list>
 #include <memory>
 #include <span>
 #include <vector>
@@ -53,21 +54,27 @@ struct Step {
   int num_tokens = 0, num_seqs = 0, pages_per_seq = 0, num_logit_rows = 0;
   RowRange own;
   bool sharded = false;
+  int half = -1;  // of a large step: 0 or 1; the two take turns
   const int32_t *ids = nullptr, *positions = nullptr, *sequence = nullptr, *page_table = nullptr,
                 *logit_rows = nullptr;
   const StepPlan::Draw* draws = nullptr;
 };
 
-// The sizes of a plan and the rows of one rank; the arrays are the backend's to set.
-inline Step ShapeOf(const StepPlan& plan, bool sharded, int rank, int world) {
-  Step step;
-  step.num_tokens = plan.num_tokens();
-  step.num_seqs = plan.num_seqs;
-  step.pages_per_seq = plan.pages_per_seq;
-  step.num_logit_rows = static_cast<int>(plan.logit_rows.size());
-  step.sharded = sharded;
-  step.own = sharded ? ShardOfRows(step.num_tokens, rank, world) : RowRange{0, step.num_tokens};
-  return step;
+// The sizes of plans and the rows of one rank; the arrays are the backend's to set.
+inline std::vector<Step> ShapesOf(std::span<const StepPlan> plans, bool sharded, int rank,
+                                  int world) {
+  std::vector<Step> steps(plans.size());
+  for (size_t i = 0; i < plans.size(); ++i) {
+    Step& step = steps[i];
+    step.num_tokens = plans[i].num_tokens();
+    step.num_seqs = plans[i].num_seqs;
+    step.pages_per_seq = plans[i].pages_per_seq;
+    step.num_logit_rows = static_cast<int>(plans[i].logit_rows.size());
+    step.sharded = sharded;
+    step.half = plans.size() > 1 ? static_cast<int>(i) : -1;
+    step.own = sharded ? ShardOfRows(step.num_tokens, rank, world) : RowRange{0, step.num_tokens};
+  }
+  return steps;
 }
 
 // partial[t] = table[ids[t] − vocab_begin] where that row is this rank's, else 0.
@@ -78,8 +85,8 @@ struct EmbedParams {
   void* partial;  // [T, hidden]
 };
 
-// The seam between two halves of a layer. residual += sum over ranks of partial; normed = residual
-// · rsqrt(mean(residual²) + eps) · weight.
+// The seam between attention and FFN, and between layers. residual += sum over ranks of partial;
+// normed = residual · rsqrt(mean(residual²) + eps) · weight.
 struct ExchangeAddNormParams {
   const void* partial;   // [T, hidden] of this rank
   void* residual;        // [own, hidden]
@@ -103,7 +110,8 @@ struct LatentProjectParams {
   void* latents;  // [own, query_dim + kv_lora + rope_dim]
 };
 
-// all = rows of every rank. Does nothing where the step is replicated (own == all).
+// all = rows of every rank, of several arrays at once. `own` may lie at its place in `all`. Nothing
+// where the step is replicated.
 struct GatherParams {
   const void* own;  // [own, row]
   void* all;        // [T, row]
@@ -147,7 +155,9 @@ struct RouteParams {
 };
 
 // partial[t] = Σ over this rank's experts e of t, ascending, of weight · down_e(silu(gate_e x) ·
-// up_e x).
+// up_e x). In stages with the same params, between which ops of the step's other half may come:
+// gate and up by parts (40, 15 and 45 % where a backend has parts), then the rest.
+enum class RoutedStage { kGateUpFirst, kGateUpSecond, kGateUpThird, kDown };
 struct RoutedFfnParams {
   const void* x;           // [T, hidden]
   const int32_t* experts;  // [T, top_k]
@@ -231,15 +241,28 @@ class Backend {
   };
   virtual void PlanScratch(const Limits& limits) = 0;
 
-  // Makes the plan readable for the ops that follow. `plan` lives until Finish.
-  virtual Step Begin(const StepPlan& plan, bool sharded) = 0;
+  // Makes a step, or the two halves of one, readable for the ops that follow. `plans` live until
+  // Finish.
+  virtual std::vector<Step> BeginSteps(std::span<const StepPlan> plans, bool sharded) = 0;
+  Step Begin(const StepPlan& plan, bool sharded) { return BeginSteps({&plan, 1}, sharded)[0]; }
+  // Whether what one half of a step exchanges travels beside the other half's ops: else halves gain
+  // nothing.
+  virtual bool Overlaps() const { return false; }
+  // The step's partial sums are made. They change no more before ExchangeAddNorm, and may travel.
+  virtual void Send(const Step& /*step*/, const void* /*partial*/, int /*hidden*/) {}
   virtual void Embed(const Step& step, const EmbedParams& params) = 0;
   virtual void ExchangeAddNorm(const Step& step, const ExchangeAddNormParams& params) = 0;
   virtual void LatentProject(const Step& step, const LatentProjectParams& params) = 0;
-  virtual void Gather(const Step& step, const GatherParams& params) = 0;
+  virtual void Gather(const Step& step, std::initializer_list<GatherParams> arrays) = 0;
   virtual void Attention(const Step& step, const AttentionParams& params) = 0;
   virtual void Route(const Step& step, const RouteParams& params) = 0;
-  virtual void RoutedFfn(const Step& step, const RoutedFfnParams& params) = 0;
+  virtual void RoutedFfnStage(const Step& step, const RoutedFfnParams& params,
+                              RoutedStage stage) = 0;
+  void RoutedFfn(const Step& step, const RoutedFfnParams& params) {
+    using enum RoutedStage;
+    for (const auto stage : {kGateUpFirst, kGateUpSecond, kGateUpThird, kDown})
+      RoutedFfnStage(step, params, stage);
+  }
   virtual void DenseFfn(const Step& step, const DenseFfnParams& params) = 0;
   virtual void Capture(const Step& step, const CaptureParams& params) = 0;
   // The results are the same on every rank.

@@ -19,6 +19,9 @@ struct ModelLimits {
   int num_pages = 0;       // of the KV cache
   double inner_eps = 0;    // of the norms inside attention
   int num_boundaries = 4;  // of a step that room is made for at once: three taps and the last
+  // Tokens of a sharded step from which its halves take turns, where that hides what ranks
+  // exchange.
+  int halved_from = 12'288;
 };
 
 // Where a step leaves what it made, in host memory that all ranks share.
@@ -41,11 +44,30 @@ class Transformer {
   static int64_t PageBytes(const ModelConfig& config, size_t activation_bytes);
 
  private:
-  void Attend(const Step& step, int layer);
-  void FeedForward(const Step& step, int layer);
-  void Exchange(const Step& step, bool first, const Weight* norm);
-  void CaptureBoundary(const Step& step, const StepPlan& plan, int boundary, StepOutput& output);
-  void SampleRows(const Step& step, StepOutput& output);
+  // A step or half of one, and its part of the buffers below.
+  struct Rows {
+    const StepPlan& plan;
+    Step step;
+    std::vector<uint16_t*> states;  // by plan.boundaries; of the first row
+    ChosenToken* chosen;            // of the first logit row; null on ranks that do not write
+    // `own_`: this rank's rows, at their place among all of them.
+    void *residual, *partial, *normed, *own_normed, *latents, *own_latents;
+    int32_t *experts, *own_experts;
+    float *weights, *own_weights;
+  };
+  Rows RowsOf(const StepPlan& plan, const Step& step, int first_row, int first_logit,
+              StepOutput& output) const;
+  // One half as far as its FFN of `layer`, the other through its FFN of `feeds_layer`, in turns, so
+  // that what the one exchanges travels beside the other's experts. Either may be null. Layer −1 is
+  // the embedding, layer num_layers the end: the last sum and tap.
+  void RunLayer(const Rows* attends, int layer, const Rows* feeds, int feeds_layer);
+  void EnterLayer(const Rows& rows, int layer);
+  void Attend(const Rows& rows, int layer);
+  void EnterFfn(const Rows& rows, int layer);
+  void RoutedFfn(const Rows& rows, int layer, RoutedStage stage);
+  void EndLayer(const Rows& rows, int layer);
+  void SampleRows(const Rows& rows);
+  int latents_dim() const { return query_dim() + config_.latent_dim(); }
   int query_dim() const { return config_.q_lora_rank > 0 ? config_.q_lora_rank : config_.hidden; }
 
   const ModelConfig config_;
@@ -55,11 +77,10 @@ class Transformer {
   const ModelLimits limits_;
   const float scale_;
   const void* rotary_;
-  // [max_tokens, …], planned once. The `own_` buffers hold this rank's rows; without sharding they
-  // are the whole.
-  void *residual_, *own_normed_, *own_latents_, *normed_, *latents_, *partial_;
-  int32_t *own_experts_, *experts_;
-  float *own_weights_, *expert_weights_;
+  // [max_tokens, …], planned once. `residual_` holds this rank's rows alone, from the first on.
+  void *residual_, *partial_, *normed_, *latents_;
+  int32_t* experts_;
+  float* expert_weights_;
 };
 
 }  // namespace statetap

@@ -65,10 +65,11 @@ class CudaGroupTest : public ::testing::TestWithParam<std::tuple<CudaOptions::Co
   static int world() { return std::get<1>(GetParam()); }
 };
 
-// One exchange of rows × width, sharded or not, and the gathering of what came out.
+// One exchange of rows × width, sharded or not, or of a half of a step, and the gathering of what
+// came out.
 void Exchange(DeviceGroup& group, const std::vector<int>& devices,
               const std::vector<std::vector<uint16_t>>& pool, size_t offset, int rows, int width,
-              bool sharded) {
+              bool sharded, int half = -1) {
   const auto world = static_cast<int>(devices.size());
   const auto count = static_cast<size_t>(rows) * static_cast<size_t>(width);
   std::vector<std::vector<uint16_t>> sums(devices.size()), gathered(devices.size());
@@ -78,30 +79,25 @@ void Exchange(DeviceGroup& group, const std::vector<int>& devices,
     DeviceArray<uint16_t> partial(count), sum(own_count), all(count);
     const size_t row_bytes = static_cast<size_t>(width) * 2;
     const uint16_t* source = pool[static_cast<size_t>(rank)].data() + offset;
-    group.Reserve(rank, rows, row_bytes, sharded);
+    const SharedRows shared{partial.data(), rows, row_bytes, sharded, half};
+    group.Reserve(rank, shared);
     group.BeginStep(rank);
-    const Pieces pieces(rows, world);
-    if (sharded && group.TakesPieces() && pieces.count() > 1) {
-      for (int i = 0; i < pieces.count(); ++i) {
-        const int piece = pieces.Made(rank, i);
-        const RowRange range = pieces.Rows(piece);
-        const auto begin = static_cast<size_t>(range.begin) * static_cast<size_t>(width);
-        Check(cudaMemcpyAsync(partial.data() + begin, source + begin,
-                              static_cast<size_t>(range.count) * row_bytes, cudaMemcpyHostToDevice,
-                              stream));
-        group.Made(rank, piece, stream);
-      }
-    } else {
-      Check(cudaMemcpyAsync(partial.data(), source, count * 2, cudaMemcpyHostToDevice, stream));
-    }
+    Check(cudaMemcpyAsync(partial.data(), source, count * 2, cudaMemcpyHostToDevice, stream));
+    group.Send(rank, shared, stream);
     SumAddNormParams p{};
     p.first_row = own.begin;
     p.num_rows = own.count;
     p.hidden = width;
     p.residual = reinterpret_cast<bf16*>(sum.data());
     p.replace = true;
-    group.ExchangeAddNorm(rank, {partial.data(), rows, row_bytes, sharded}, p, stream);
-    if (sharded) group.GatherRows(rank, sum.data(), rows, row_bytes, all.data(), stream);
+    group.ExchangeAddNorm(rank, shared, p, stream);
+    if (half >= 0) {
+      const GatherParams gathered{sum.data(), all.data(), row_bytes};
+      group.GatherBeside(rank, half, {&gathered, 1}, rows, stream);
+      group.Arrive(rank, half, stream);
+    } else if (sharded) {
+      group.GatherRows(rank, sum.data(), rows, row_bytes, all.data(), stream);
+    }
     Check(cudaStreamSynchronize(stream));  // the others have read, too
     sums[static_cast<size_t>(rank)] = sharded ? all.Get() : sum.Get();
   });
@@ -135,7 +131,103 @@ TEST_P(CudaGroupTest, SumsAreTheSameBitsOnEveryRankAndOnTheCpu) {
                                                                     {16390, 64}}) {
     for (const bool sharded : {false, true})
       Exchange(*group, devices, pool, 0, rows, width, sharded);
+    if (!group->Overlaps()) continue;
+    for (const int half : {0, 1})
+      Exchange(*group, devices, pool, 0, rows, width, /*sharded=*/true, half);
   }
+}
+
+// Two halves in turns, as in a layer: whatever one exchanges while the other goes on, and however
+// the ranks' streams lag, each gets its own sums and rows.
+TEST_P(CudaGroupTest, HalvesInTurnsDoNotMix) {
+  SKIP_WITHOUT_GPU();
+  if (const std::string missing = Missing(); !missing.empty()) GTEST_SKIP() << missing;
+  constexpr int kWidth = 128, kRounds = 60;
+  const std::vector<int> devices = Devices(world());
+  const auto group = MakeGroup(devices, comm());
+  if (!group->Overlaps()) GTEST_SKIP() << "one after the other";
+  const std::array<int, 2> rows = {1000, 777};
+  const auto value = [](int rank, int half, int round, int row) {
+    return static_cast<float>((rank + 2 * half + 3 * round + row) % 16);  // sums are exact in bf16
+  };
+  const auto bits = [&](int rank, int half, int round, int rows_of) {
+    std::vector<uint16_t> of(static_cast<size_t>(rows_of) * kWidth);
+    for (size_t i = 0; i < of.size(); ++i)
+      of[i] = FloatToBf16(value(rank, half, round, static_cast<int>(i / kWidth)));
+    return of;
+  };
+  std::vector<std::string> wrong(devices.size());
+  OnRanks(*group, devices, [&](int rank, cudaStream_t stream) {
+    std::vector<std::unique_ptr<DeviceArray<uint16_t>>> partial, sum, all;
+    std::array<std::vector<std::unique_ptr<DeviceArray<uint16_t>>>, 2> inputs, results;
+    for (const int half : {0, 1}) {
+      const auto count = static_cast<size_t>(rows[static_cast<size_t>(half)]) * kWidth;
+      for (auto* buffers : {&partial, &sum, &all})
+        buffers->push_back(std::make_unique<DeviceArray<uint16_t>>(count));
+      for (int round = 0; round < kRounds; ++round) {
+        inputs[static_cast<size_t>(half)].push_back(std::make_unique<DeviceArray<uint16_t>>(
+            bits(rank, half, round, rows[static_cast<size_t>(half)])));
+        results[static_cast<size_t>(half)].push_back(
+            std::make_unique<DeviceArray<uint16_t>>(count));
+      }
+      group->Reserve(rank, {nullptr, rows[static_cast<size_t>(half)], kWidth * 2, true, half});
+    }
+    group->BeginStep(rank);
+    const auto copy = [&](void* to, const void* from, size_t half) {
+      Check(cudaMemcpyAsync(to, from, static_cast<size_t>(rows[half]) * kWidth * 2,
+                            cudaMemcpyDeviceToDevice, stream));
+    };
+    const auto shared = [&](size_t half) {
+      return SharedRows{partial[half]->data(), rows[half], kWidth * 2, true,
+                        static_cast<int>(half)};
+    };
+    const auto make = [&](size_t half, int round) {
+      copy(partial[half]->data(), inputs[half][static_cast<size_t>(round)]->data(), half);
+      group->Send(rank, shared(half), stream);
+    };
+    const auto add = [&](size_t half) {
+      const RowRange own = ShardOfRows(rows[half], rank, world());
+      SumAddNormParams p{};
+      p.first_row = own.begin;
+      p.num_rows = own.count;
+      p.hidden = kWidth;
+      p.residual = reinterpret_cast<bf16*>(sum[half]->data());
+      p.replace = true;
+      group->ExchangeAddNorm(rank, shared(half), p, stream);
+      const GatherParams gathered{sum[half]->data(), all[half]->data(), kWidth * 2};
+      group->GatherBeside(rank, static_cast<int>(half), {&gathered, 1}, rows[half], stream);
+    };
+    const auto read = [&](size_t half, int round) {
+      group->Arrive(rank, static_cast<int>(half), stream);
+      copy(results[half][static_cast<size_t>(round)]->data(), all[half]->data(), half);
+    };
+    make(0, 0);
+    for (int round = 0; round < kRounds; ++round) {
+      add(0);
+      make(1, round);
+      read(0, round);
+      add(1);
+      if (round + 1 < kRounds) make(0, round + 1);
+      read(1, round);
+    }
+    Check(cudaStreamSynchronize(stream));
+    for (size_t half = 0; half < 2; ++half) {
+      for (int round = 0; round < kRounds; ++round) {
+        const auto got = results[half][static_cast<size_t>(round)]->Get();
+        for (size_t i = 0; i < got.size(); ++i) {
+          float expected = 0;
+          for (int r = 0; r < world(); ++r)
+            expected += value(r, static_cast<int>(half), round, static_cast<int>(i / kWidth));
+          if (Bf16ToFloat(got[i]) == expected) continue;
+          wrong[static_cast<size_t>(rank)] =
+              fmt::format("half {}, round {}, value {}: {} and not {}", half, round, i,
+                          Bf16ToFloat(got[i]), expected);
+          return;
+        }
+      }
+    }
+  });
+  for (const std::string& what : wrong) EXPECT_EQ(what, "");
 }
 
 // Hundreds in a row without a word from the host, of changing sizes: none reads what comes next.
@@ -155,7 +247,7 @@ TEST_P(CudaGroupTest, ExchangesInARowDoNotMix) {
     std::vector<std::unique_ptr<DeviceArray<uint16_t>>> inputs;
     for (const auto& source : sources)
       inputs.push_back(std::make_unique<DeviceArray<uint16_t>>(source));
-    group->Reserve(rank, 40, kWidth * 2, /*sharded=*/false);
+    group->Reserve(rank, {nullptr, 40, kWidth * 2, /*sharded=*/false});
     group->BeginStep(rank);
     for (int round = 0; round < kRounds; ++round) {
       const int rows = rows_of(round);

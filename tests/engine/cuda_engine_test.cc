@@ -151,15 +151,15 @@ SampleTask LongPrompt(int length) {
   return task;
 }
 
-// Partial sums that go in pieces while others are made, against steps too small for that.
-TEST(CudaEngineBitsTest, ALargeStepInPiecesIsTheBitsOfSmallOnes) {
+// Halves of a step in turns, cut within the sequence, against steps too small for that.
+TEST(CudaEngineBitsTest, ALargeStepInHalvesIsTheBitsOfSmallOnes) {
   SKIP_WITHOUT_GPU();
-  const SampleTask task = LongPrompt(9'001);
+  const SampleTask task = LongPrompt(13'001);
   for (const int ranks : {2, 8}) {
     EngineOptions options = OnGpu(ranks);
-    options.max_seq_len = 9'024;
+    options.max_seq_len = 13'024;
     std::vector<Captured> runs;
-    for (const int batch : {9'024, 1'024}) {
+    for (const int batch : {13'024, 1'024}) {
       options.max_batch_tokens = batch;
       runs.push_back(RunTasks(*testing::OpenTiny(options), {task}, kHidden)[0]);
       ASSERT_EQ(runs.back().finished, FinishReason::kPrefill);

@@ -1,8 +1,10 @@
 // Our fp32 residual stream against Hugging Face transformers': tests/reference/make.sh made the
 // data.
+#include <array>
 #include <cmath>
 #include <limits>
 #include <mutex>
+#include <random>
 
 #include "extractor/backend/cpu/cpu_backend.h"
 #include "extractor/engine/rank_group.h"
@@ -28,15 +30,24 @@ constexpr int kMaxTokens = 4096;
 class RecordingBackend final : public cpu::CpuBackend {
  public:
   using CpuBackend::CpuBackend;
+  bool overlaps = false;
   std::vector<std::vector<float>>* record =
-      nullptr;  // by call; [num_tokens, hidden], shared by the ranks
-  size_t calls = 0;
+      nullptr;                    // by boundary; [num_tokens, hidden], shared by the ranks
+  std::array<size_t, 2> calls{};  // of each half
+  int first_half = 0;             // tokens
 
+  bool Overlaps() const override { return overlaps; }
+  std::vector<Step> BeginSteps(std::span<const StepPlan> plans, bool sharded) override {
+    calls = {};
+    first_half = plans[0].num_tokens();
+    return CpuBackend::BeginSteps(plans, sharded);
+  }
   void Capture(const Step& step, const CaptureParams& p) override {
     const auto* residual = static_cast<const float*>(p.residual);
-    std::copy_n(residual, static_cast<size_t>(step.own.count) * static_cast<size_t>(p.hidden),
-                (*record)[calls++].data() +
-                    static_cast<size_t>(step.own.begin) * static_cast<size_t>(p.hidden));
+    const size_t first = static_cast<size_t>(step.own.begin + (step.half == 1 ? first_half : 0));
+    std::copy_n(
+        residual, static_cast<size_t>(step.own.count) * static_cast<size_t>(p.hidden),
+        (*record)[calls[step.half == 1 ? 1 : 0]++].data() + first * static_cast<size_t>(p.hidden));
   }
 };
 
@@ -46,6 +57,7 @@ struct Variant {
   bool sharded = false;
   int chunk = kMaxTokens;
   size_t longest = kMaxTokens;
+  bool halved = false;  // every step of two tokens and more
 };
 
 class Model {
@@ -62,10 +74,12 @@ class Model {
     for (int rank = 0; rank < variant.ranks; ++rank) {
       model->backends_.push_back(
           std::make_unique<RecordingBackend>(rank, group, variant.ranks == 1 ? 2 : 1));
+      static_cast<RecordingBackend&>(*model->backends_.back()).overlaps = variant.halved;
     }
     STATETAP_ASSIGN_OR_RETURN(auto weights, LoadWeights(index, layout, model->backends_, {}));
-    const ModelLimits limits{kMaxTokens, kMaxTokens, 16, kMaxTokens / kPageTokens,
-                             index.config().rms_norm_eps};
+    ModelLimits limits{kMaxTokens, kMaxTokens, 16, kMaxTokens / kPageTokens,
+                       index.config().rms_norm_eps};
+    limits.halved_from = 2;
     for (size_t rank = 0; rank < weights.size(); ++rank) {
       model->ranks_.push_back(std::make_unique<Transformer>(
           index.config(), layout, *model->backends_[rank], std::move(weights[rank]), limits));
@@ -96,7 +110,6 @@ class Model {
       for (const auto& backend : backends_) {
         auto& recording = static_cast<RecordingBackend&>(*backend);
         recording.record = &record;
-        recording.calls = 0;
       }
       StepOutput output;
       output.states.resize(all.size());
@@ -108,6 +121,9 @@ class Model {
     }
     return all;
   }
+
+  // Tokens of the last step, or of the first half of it.
+  int FirstHalf() const { return static_cast<RecordingBackend&>(*backends_[0]).first_half; }
 
   ModelConfig config;
 
@@ -197,6 +213,32 @@ INSTANTIATE_TEST_SUITE_P(Every, RanksTest,
                                             ::testing::Values(ExpertLayout::kExpert,
                                                               ExpertLayout::kTensor),
                                             ::testing::Bool()));
+
+class HalvesTest : public ::testing::TestWithParam<std::tuple<int, ExpertLayout>> {};
+
+// The halves of a step take turns: the same bits as of the step in one, whatever the seam cuts.
+TEST_P(HalvesTest, AreTheBitsOfTheWholeStep) {
+  Variant whole;
+  std::tie(whole.ranks, whole.experts) = GetParam();
+  whole.sharded = true;
+  Variant halved = whole;
+  halved.halved = true;
+  ASSERT_OK_AND_ASSIGN(const auto one, Model::Open(kTiny, whole));
+  ASSERT_OK_AND_ASSIGN(const auto two, Model::Open(kTiny, halved));
+  std::mt19937 random(std::random_device{}());
+  for (const int length : {1, 2, 3, 9, 64, 131}) {
+    std::vector<int32_t> ids(static_cast<size_t>(length));
+    for (int32_t& id : ids) id = static_cast<int32_t>(random() % 2304);
+    EXPECT_EQ(one->Run(ids, whole), two->Run(ids, halved)) << length << " tokens";
+    EXPECT_EQ(one->FirstHalf(), length);
+    EXPECT_EQ(two->FirstHalf(), length == 1 ? 1 : length / 2);
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Every, HalvesTest,
+                         ::testing::Combine(::testing::Values(2, 4, 8),
+                                            ::testing::Values(ExpertLayout::kExpert,
+                                                              ExpertLayout::kTensor)));
 
 class FamilyTest : public ::testing::TestWithParam<const char*> {};
 

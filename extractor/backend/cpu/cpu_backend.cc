@@ -97,15 +97,17 @@ void CpuBackend::PlanScratch(const Limits& limits) {
     used_.workspace += static_cast<int64_t>(buffer->size() * sizeof(float));
 }
 
-Step CpuBackend::Begin(const StepPlan& plan, bool sharded) {
-  Step step = ShapeOf(plan, sharded, communicator_.rank(), communicator_.world());
-  step.ids = plan.ids.data();
-  step.positions = plan.positions.data();
-  step.sequence = plan.sequence.data();
-  step.page_table = plan.page_table.data();
-  step.logit_rows = plan.logit_rows.data();
-  step.draws = plan.draws.data();
-  return step;
+std::vector<Step> CpuBackend::BeginSteps(std::span<const StepPlan> plans, bool sharded) {
+  std::vector<Step> steps = ShapesOf(plans, sharded, communicator_.rank(), communicator_.world());
+  for (size_t i = 0; i < plans.size(); ++i) {
+    steps[i].ids = plans[i].ids.data();
+    steps[i].positions = plans[i].positions.data();
+    steps[i].sequence = plans[i].sequence.data();
+    steps[i].page_table = plans[i].page_table.data();
+    steps[i].logit_rows = plans[i].logit_rows.data();
+    steps[i].draws = plans[i].draws.data();
+  }
+  return steps;
 }
 
 void CpuBackend::Embed(const Step& step, const EmbedParams& p) {
@@ -165,8 +167,10 @@ void CpuBackend::LatentProject(const Step& step, const LatentProjectParams& p) {
   }
 }
 
-void CpuBackend::Gather(const Step& step, const GatherParams& p) {
-  if (step.sharded) communicator_.GatherRows(p.own, step.num_tokens, p.row_bytes, p.all);
+void CpuBackend::Gather(const Step& step, std::initializer_list<GatherParams> arrays) {
+  if (!step.sharded) return;
+  for (const GatherParams& p : arrays)
+    communicator_.GatherRows(p.own, step.num_tokens, p.row_bytes, p.all);
 }
 
 void CpuBackend::Capture(const Step& step, const CaptureParams& p) {

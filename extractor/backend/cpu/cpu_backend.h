@@ -30,14 +30,15 @@ class CpuBackend : public Backend {
   void NewKvCache(int num_layers, int num_pages, int width) override;
   void PlanScratch(const Limits& limits) override;
 
-  Step Begin(const StepPlan& plan, bool sharded) override;
+  std::vector<Step> BeginSteps(std::span<const StepPlan> plans, bool sharded) override;
   void Embed(const Step& step, const EmbedParams& params) override;
   void ExchangeAddNorm(const Step& step, const ExchangeAddNormParams& params) override;
   void LatentProject(const Step& step, const LatentProjectParams& params) override;
-  void Gather(const Step& step, const GatherParams& params) override;
+  void Gather(const Step& step, std::initializer_list<GatherParams> arrays) override;
   void Attention(const Step& step, const AttentionParams& params) override;
   void Route(const Step& step, const RouteParams& params) override;
-  void RoutedFfn(const Step& step, const RoutedFfnParams& params) override;
+  // All of it in the last stage.
+  void RoutedFfnStage(const Step& step, const RoutedFfnParams& params, RoutedStage stage) override;
   void DenseFfn(const Step& step, const DenseFfnParams& params) override;
   void Capture(const Step& step, const CaptureParams& params) override;
   void Sample(const Step& step, const SampleParams& params) override;

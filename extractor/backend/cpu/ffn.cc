@@ -77,7 +77,8 @@ void CpuBackend::Route(const Step& step, const RouteParams& p) {
   }
 }
 
-void CpuBackend::RoutedFfn(const Step& step, const RoutedFfnParams& p) {
+void CpuBackend::RoutedFfnStage(const Step& step, const RoutedFfnParams& p, RoutedStage stage) {
+  if (stage != RoutedStage::kDown) return;
   const Experts& slots = AsExperts(p.slots);
   const int hidden = slots.shape().hidden, width = slots.shape().width;
   const std::vector<int32_t>& slot_of_expert = slots.shape().slot_of_expert;

@@ -9,9 +9,10 @@
 #include <array>
 #include <atomic>
 #include <memory>
+#include <span>
 #include <vector>
 
-#include "extractor/backend/communicator.h"
+#include "extractor/backend/backend.h"
 #include "extractor/backend/cuda/rows.h"
 
 namespace statetap::cuda {
@@ -23,31 +24,7 @@ struct SharedRows {
   size_t row_bytes;
   // Each rank reads its own shard of them; else each reads all.
   bool sharded;
-};
-
-// A large step's partial sums in pieces, each of the shards of as many ranks, so that a piece is on
-// its way while the next is made. A rank begins with the piece behind its own: every link carries
-// rows from the first piece on.
-class Pieces {
- public:
-  // One piece where more would be too few rows for a product of theirs to fill a GPU.
-  Pieces(int num_rows, int world) : num_rows_(num_rows), world_(world) {
-    while (count_ > 1 && (world % count_ != 0 || num_rows / count_ < kLeastRows)) --count_;
-  }
-  int count() const { return count_; }
-  int Of(int owner) const { return owner / owners(); }
-  // The piece that `rank` makes as its i-th.
-  int Made(int rank, int i) const { return (Of(rank) + 1 + i) % count_; }
-  RowRange Rows(int piece) const {
-    const RowRange first = ShardOfRows(num_rows_, piece * owners(), world_),
-                   last = ShardOfRows(num_rows_, (piece + 1) * owners() - 1, world_);
-    return {first.begin, last.begin + last.count - first.begin};
-  }
-  int owners() const { return world_ / count_; }
-
- private:
-  static constexpr int kLeastRows = 2048;
-  int num_rows_, world_, count_ = world_;
+  int half = -1;  // of a step: Step::half
 };
 
 class DeviceGroup {
@@ -62,8 +39,8 @@ class DeviceGroup {
   // Before the first Share of a step, all ranks having ended the step before; nothing is allocated
   // on any rank from then on.
   virtual void BeginStep(int /*rank*/) {}
-  // Room for one Share. May allocate: not in the layer loop.
-  virtual void Reserve(int rank, int num_rows, size_t row_bytes, bool sharded);
+  // Room for the exchange of such rows (own: null). May allocate: not in the layer loop.
+  virtual void Reserve(int rank, const SharedRows& rows);
 
   // What comes next on `stream` may read, of every rank r's rows, those that this rank asked for:
   // row i lies at parts[r] + i · row_bytes. Until Release, what `stream` made at `own` stays.
@@ -74,10 +51,17 @@ class DeviceGroup {
   // it.
   virtual void ExchangeAddNorm(int rank, const SharedRows& rows, SumAddNormParams sum,
                                cudaStream_t stream);
-  // Rows may be on their way while others are made: before ExchangeAddNorm of a sharded step, a
-  // rank says of every piece that `stream` has made it by now, or all ranks say nothing.
-  virtual bool TakesPieces() const { return false; }
-  virtual void Made(int /*rank*/, int /*piece*/, cudaStream_t /*stream*/) {}
+  // What one half of a step exchanges travels beside the other half's ops: its partial sums from
+  // Send to its ExchangeAddNorm, and no other half's at the same time; gathered rows from
+  // GatherBeside to Arrive, until when `own` stays.
+  virtual bool Overlaps() const { return false; }
+  virtual void Send(int /*rank*/, const SharedRows& /*rows*/, cudaStream_t /*stream*/) {}
+  virtual void GatherBeside(int rank, int /*half*/, std::span<const GatherParams> arrays,
+                            int num_rows, cudaStream_t stream) {
+    for (const GatherParams& p : arrays)
+      GatherRows(rank, p.own, num_rows, p.row_bytes, p.all, stream);
+  }
+  virtual void Arrive(int /*rank*/, int /*half*/, cudaStream_t /*stream*/) {}
   // Whether exchanges of up to so many bytes a rank, in multiples of `unit`, go without the host,
   // so that a graph can hold them.
   virtual bool Recordable(size_t /*bytes*/, size_t /*unit*/) const { return world_ == 1; }
@@ -114,9 +98,19 @@ class DeviceCommunicator final : public Communicator {
                        cudaStream_t stream) const {
     group_->ExchangeAddNorm(rank_, rows, sum, stream);
   }
+  void Send(const SharedRows& rows, cudaStream_t stream) const {
+    group_->Send(rank_, rows, stream);
+  }
   void GatherRows(const void* own, int num_rows, size_t row_bytes, void* all,
                   cudaStream_t stream) const {
     group_->GatherRows(rank_, own, num_rows, row_bytes, all, stream);
+  }
+  void GatherBeside(int half, std::span<const GatherParams> arrays, int num_rows,
+                    cudaStream_t stream) const {
+    group_->GatherBeside(rank_, half, arrays, num_rows, stream);
+  }
+  void Arrive(int half, cudaStream_t stream) const {
+    if (half >= 0) group_->Arrive(rank_, half, stream);
   }
   void ThrowIfAborted() const { group_->ThrowIfAborted(rank_); }
   DeviceGroup& group() const { return *group_; }

@@ -49,10 +49,10 @@ class NcclGroup final : public DeviceGroup {
   const char* name() const override { return "NCCL"; }
   void Join(int) override {}
 
-  void Reserve(int rank, int num_rows, size_t row_bytes, bool sharded) override {
-    const auto rows =
-        static_cast<size_t>(sharded ? ShardOfRows(num_rows, 0, world()).count : num_rows);
-    if (world() > 1) of(rank).staging.Reserve(rows * row_bytes * static_cast<size_t>(world() - 1));
+  void Reserve(int rank, const SharedRows& rows) override {
+    const int wanted = rows.sharded ? ShardOfRows(rows.num_rows, 0, world()).count : rows.num_rows;
+    of(rank).staging.Reserve(static_cast<size_t>(wanted) * rows.row_bytes *
+                             static_cast<size_t>(world() - 1));
   }
 
   Parts Share(int rank, const SharedRows& rows, cudaStream_t stream) override {

@@ -82,6 +82,29 @@ void CopyIn(void* device, const void* host, size_t bytes) {
   Check(cudaStreamSynchronize(nullptr));
 }
 
+void CopyTogether(std::vector<RowCopy> copies, cudaStream_t stream) {
+  std::erase_if(copies,
+                [](const RowCopy& copy) { return copy.bytes == 0 || copy.to == copy.from; });
+  if (copies.empty()) return;
+#if CUDART_VERSION >= 13000
+  std::vector<const void*> to, from;
+  std::vector<size_t> bytes;
+  for (const RowCopy& copy : copies) {
+    to.push_back(copy.to);
+    from.push_back(copy.from);
+    bytes.push_back(copy.bytes);
+  }
+  cudaMemcpyAttributes in_stream_order{};
+  in_stream_order.srcAccessOrder = cudaMemcpySrcAccessOrderStream;
+  size_t first = 0;
+  Check(cudaMemcpyBatchAsync(to.data(), from.data(), bytes.data(), copies.size(), &in_stream_order,
+                             &first, 1, stream));
+#else
+  for (const RowCopy& copy : copies)
+    Check(cudaMemcpyAsync(copy.to, copy.from, copy.bytes, cudaMemcpyDefault, stream));
+#endif
+}
+
 PinnedBuffer::PinnedBuffer(size_t bytes) : size_(bytes) {
   void* memory;
   Check(cudaHostAlloc(&memory, std::max<size_t>(bytes, 1), cudaHostAllocPortable));

@@ -6,6 +6,7 @@
 
 #include <cstddef>
 #include <memory>
+#include <vector>
 
 namespace statetap::cuda {
 
@@ -64,6 +65,16 @@ class DeviceBuffer {
 
 // Host to device, complete on return for every stream (a plain copy from pageable memory is not).
 void CopyIn(void* device, const void* host, size_t bytes);
+
+// Copies that none of each other waits for, in one go: one by one, each between GPUs begins 15 to
+// 22 µs behind the one before. Nothing is copied onto itself. Within a GPU a kernel copies, which
+// waits for room among others: not beside the ops of a stream.
+struct RowCopy {
+  void* to;
+  const void* from;
+  size_t bytes;
+};
+void CopyTogether(std::vector<RowCopy> copies, cudaStream_t stream);
 
 // Host memory that copy engines reach.
 class PinnedBuffer {

@@ -21,7 +21,7 @@ DeviceGroup::DeviceGroup(int world) : world_(world) {
   }
 }
 
-void DeviceGroup::Reserve(int, int, size_t, bool) {}
+void DeviceGroup::Reserve(int, const SharedRows&) {}
 
 void DeviceGroup::ExchangeAddNorm(int rank, const SharedRows& rows, SumAddNormParams sum,
                                   cudaStream_t stream) {
@@ -83,8 +83,7 @@ std::pair<PushParams, DeviceGroup::Parts> PeerGroup::NextPush(int rank, const vo
 
 void PeerGroup::ExchangeAddNorm(int rank, const SharedRows& rows, SumAddNormParams sum,
                                 cudaStream_t stream) {
-  if (std::exchange(ranks_[static_cast<size_t>(rank)].num_made, 0) > 0)
-    return ExchangePieces(rank, rows, sum, stream);
+  if (rows.half >= 0) return AddFetched(rank, rows, sum, stream);
   const size_t bytes = static_cast<size_t>(rows.num_rows) * rows.row_bytes;
   if (rows.sharded || !Pushable(bytes, rows.row_bytes) ||
       rows.row_bytes != static_cast<size_t>(sum.hidden) * sizeof(bf16) ||
@@ -97,52 +96,107 @@ void PeerGroup::ExchangeAddNorm(int rank, const SharedRows& rows, SumAddNormPara
   PushSumAddNorm(push, sum, stream);
 }
 
-void PeerGroup::Reserve(int rank, int num_rows, size_t row_bytes, bool sharded) {
-  if (!sharded || Pieces(num_rows, world()).count() == 1) return;
-  const auto shard = static_cast<size_t>(ShardOfRows(num_rows, 0, world()).count);
-  ranks_[static_cast<size_t>(rank)].fetched.Reserve(ranks_.size() * shard * row_bytes);
+void PeerGroup::Reserve(int rank, const SharedRows& rows) {
+  if (rows.half < 0) return;
+  const auto shard = static_cast<size_t>(ShardOfRows(rows.num_rows, 0, world()).count);
+  ranks_[static_cast<size_t>(rank)].fetched.Reserve(ranks_.size() * shard * rows.row_bytes);
 }
 
-void PeerGroup::Made(int rank, int piece, cudaStream_t stream) {
-  Rank& own = ranks_[static_cast<size_t>(rank)];
-  own.made[static_cast<size_t>(piece)].Record(stream);
-  ++own.num_made;
+size_t PeerGroup::Depart(int rank, int half, std::span<const GatherParams> arrays,
+                         cudaStream_t stream) {
+  Rank::Flight& flight = FlightOf(rank, half);
+  const size_t which = flight.calls++ % flight.departures.size();
+  Rank::Flight::Departure& departure = flight.departures[which];
+  departure.arrays.clear();
+  for (const GatherParams& p : arrays)
+    departure.arrays.push_back(static_cast<const std::byte*>(p.own));
+  departure.ready.Record(stream);
+  flight.under_way = true;
+  Meet(rank);
+  cudaStream_t fetching = ranks_[static_cast<size_t>(rank)].fetching->get();
+  for (int r = 0; r < world(); ++r) FlightOf(r, half).departures[which].ready.Hold(fetching);
+  return which;
 }
 
-void PeerGroup::ExchangePieces(int rank, const SharedRows& rows, SumAddNormParams sum,
-                               cudaStream_t stream) {
+void PeerGroup::AwaitOthers(int rank, int half, cudaStream_t stream) {
+  FlightOf(rank, half).under_way = false;
+  Meet(rank);  // every rank has enqueued its copies
+  for (int r = 0; r < world(); ++r) {
+    if (r != rank) FlightOf(r, half).done.Hold(stream);
+  }
+}
+
+void PeerGroup::Send(int rank, const SharedRows& rows, cudaStream_t stream) {
+  if (rows.half < 0) return;
   Rank& own = ranks_[static_cast<size_t>(rank)];
+  if (FlightOf(rank, 1 - rows.half).sums) Fail("partial sums of both halves on their way at once");
+  const GatherParams partial{rows.own, nullptr, rows.row_bytes};
+  const size_t which = Depart(rank, rows.half, {&partial, 1}, stream);
   cudaStream_t fetching = own.fetching->get();
-  own.pointer = static_cast<const std::byte*>(rows.own);
-  Meet(rank);  // every rank has recorded its pieces
   own.summed->Hold(fetching);
-  const Pieces pieces(rows.num_rows, world());
+  const RowRange mine = ShardOfRows(rows.num_rows, rank, world());
+  const size_t block = static_cast<size_t>(mine.count) * rows.row_bytes;
+  std::vector<RowCopy> copies;
+  for (int i = 1; i < world(); ++i) {
+    const int from = (rank + i) % world();
+    copies.push_back({own.fetched.as<std::byte>() + static_cast<size_t>(from) * block,
+                      FlightOf(from, rows.half).departures[which].arrays[0] +
+                          static_cast<size_t>(mine.begin) * rows.row_bytes,
+                      block});
+  }
+  CopyTogether(std::move(copies), fetching);
+  FlightOf(rank, rows.half).sums = true;
+  FlightOf(rank, rows.half).done.Record(fetching);
+}
+
+void PeerGroup::AddFetched(int rank, const SharedRows& rows, SumAddNormParams sum,
+                           cudaStream_t stream) {
+  Rank& own = ranks_[static_cast<size_t>(rank)];
+  Rank::Flight& flight = FlightOf(rank, rows.half);
+  flight.sums = false;
+  flight.done.Hold(stream);
   const RowRange mine = ShardOfRows(rows.num_rows, rank, world());
   const size_t block = static_cast<size_t>(mine.count) * rows.row_bytes,
                skipped = static_cast<size_t>(mine.begin) * rows.row_bytes;
-  const int piece = pieces.Of(rank);
   sum.world = world();
-  sum.partial[rank] = static_cast<const bf16*>(rows.own);
-  // Those that make this rank's piece first come first: the ones in front of it.
-  for (int i = 1; i <= world(); ++i) {
-    const int from = (piece * pieces.owners() + 2 * world() - i) % world();
-    if (from == rank) continue;
-    const Rank& other = ranks_[static_cast<size_t>(from)];
-    std::byte* to = own.fetched.as<std::byte>() + static_cast<size_t>(from) * block;
-    other.made[static_cast<size_t>(piece)].Hold(fetching);
-    if (block > 0)
-      Check(cudaMemcpyAsync(to, other.pointer + skipped, block, cudaMemcpyDefault, fetching));
-    sum.partial[from] = reinterpret_cast<const bf16*>(to - skipped);
+  for (int r = 0; r < world(); ++r) {
+    sum.partial[r] = r == rank
+                         ? static_cast<const bf16*>(rows.own)
+                         : reinterpret_cast<const bf16*>(own.fetched.as<std::byte>() +
+                                                         static_cast<size_t>(r) * block - skipped);
   }
-  own.done->Record(fetching);
-  own.done->Hold(stream);
   SumAddNorm(sum, stream);
   own.summed->Record(stream);
-  // What the others have fetched may change.
-  Meet(rank);
-  for (const Rank& other : ranks_) {
-    if (&other != &own) other.done->Hold(stream);
+  AwaitOthers(rank, rows.half, stream);
+}
+
+void PeerGroup::GatherBeside(int rank, int half, std::span<const GatherParams> arrays, int num_rows,
+                             cudaStream_t stream) {
+  const size_t which = Depart(rank, half, arrays, stream);
+  std::vector<RowCopy> own, others;
+  for (size_t a = 0; a < arrays.size(); ++a) {
+    const size_t row = arrays[a].row_bytes;
+    for (int i = 0; i < world(); ++i) {
+      const int from = (rank + i) % world();
+      const RowRange rows = ShardOfRows(num_rows, from, world());
+      (from == rank ? own : others)
+          .push_back(
+              {static_cast<std::byte*>(arrays[a].all) + static_cast<size_t>(rows.begin) * row,
+               FlightOf(from, half).departures[which].arrays[a],
+               static_cast<size_t>(rows.count) * row});
+    }
   }
+  cudaStream_t fetching = ranks_[static_cast<size_t>(rank)].fetching->get();
+  CopyTogether(std::move(own), stream);
+  CopyTogether(std::move(others), fetching);
+  FlightOf(rank, half).done.Record(fetching);
+}
+
+void PeerGroup::Arrive(int rank, int half, cudaStream_t stream) {
+  Rank::Flight& flight = FlightOf(rank, half);
+  if (!flight.under_way) return;
+  flight.done.Hold(stream);
+  AwaitOthers(rank, half, stream);
 }
 
 void PeerGroup::Join(int rank) {
@@ -151,7 +205,7 @@ void PeerGroup::Join(int rank) {
   own.done = std::make_unique<Event>();
   own.fetching = std::make_unique<Stream>();
   own.summed = std::make_unique<Event>();
-  own.made = std::vector<Event>(ranks_.size());
+  own.flights = std::vector<Rank::Flight>(2);
   if (!apart_ || own.inbox.size() > 0) return;
   const auto ranks = static_cast<size_t>(world());
   own.inbox = DeviceBuffer(2 * ranks * kSlotBytes);
@@ -227,14 +281,20 @@ void PeerGroup::GatherRows(int rank, const void* own, int num_rows, size_t row_b
     for (size_t r = 0; r < ranks_.size(); ++r) parts[r] = ranks_[r].pointer;
   }
   // Beginning with the next rank, so that not all read from one.
+  std::vector<RowCopy> copies;
   for (int i = 1; i <= world(); ++i) {
     const int r = (rank + i) % world();
     const RowRange rows = ShardOfRows(num_rows, r, world());
-    if (rows.count == 0) continue;
-    Check(
-        cudaMemcpyAsync(static_cast<std::byte*>(all) + static_cast<size_t>(rows.begin) * row_bytes,
-                        parts[static_cast<size_t>(r)], static_cast<size_t>(rows.count) * row_bytes,
-                        cudaMemcpyDefault, stream));
+    copies.push_back({static_cast<std::byte*>(all) + static_cast<size_t>(rows.begin) * row_bytes,
+                      parts[static_cast<size_t>(r)], static_cast<size_t>(rows.count) * row_bytes});
+  }
+  if (!pushed) {
+    CopyTogether(std::move(copies), stream);
+  } else {  // may be recorded, which a batch cannot be
+    for (const RowCopy& copy : copies) {
+      if (copy.bytes > 0 && copy.to != copy.from)
+        Check(cudaMemcpyAsync(copy.to, copy.from, copy.bytes, cudaMemcpyDefault, stream));
+    }
   }
   Release(rank, stream);
 }

@@ -56,7 +56,8 @@ void CudaBackend::Use() const { Check(cudaSetDevice(device_)); }
 Backend::Memory CudaBackend::memory() const {
   Memory memory = used_;
   memory.capture += static_cast<int64_t>(captured_.size());
-  memory.host += static_cast<int64_t>(captured_host_.size() + plan_host_.size());
+  memory.host += static_cast<int64_t>(captured_host_.size());
+  for (const Planned& planned : planned_) memory.host += static_cast<int64_t>(planned.host.size());
   return memory;
 }
 
@@ -192,51 +193,25 @@ bool CudaBackend::CanBeGraph(const StepPlan& plan, bool sharded) const {
          group.Recordable(logit_rows * logits, logits);
 }
 
-Step CudaBackend::Begin(const StepPlan& asked, bool sharded) {
+std::vector<Step> CudaBackend::BeginSteps(std::span<const StepPlan> plans, bool sharded) {
   Use();
   communicator_.ThrowIfAborted();
-  num_rows_ = asked.num_tokens();
-  num_logit_rows_ = static_cast<int>(asked.logit_rows.size());
-  as_graph_ = use_graphs_ && CanBeGraph(asked, sharded);
-  if (as_graph_) RoundUp(asked, limits_.max_tokens, rounded_);
-  const StepPlan& plan = as_graph_ ? rounded_ : asked;
-  PlanAttention(plan);
-  Packing packing;
-  const size_t ids = packing.Add(plan.ids), positions = packing.Add(plan.positions),
-               sequence = packing.Add(plan.sequence), pages = packing.Add(plan.page_table),
-               logit_rows = packing.Add(plan.logit_rows), draws = packing.Add(plan.draws),
-               tiles = packing.Add(tiles_), runs = packing.Add(key_runs_),
-               prompt_tiles = packing.Add(prompt_tiles_);
-  // Grows with the longest page table so far; the last step has ended.
-  plan_host_.Reserve(packing.size());
-  if (plan_host_.size() > plan_device_.size()) graphs_.Clear();
-  plan_device_.Reserve(plan_host_.size());
-  auto* host = plan_host_.as<std::byte>();
-  auto* device = plan_device_.as<std::byte>();
-  const auto put = [&](const auto& values, size_t at) {
-    using Value = typename std::decay_t<decltype(values)>::value_type;
-    if (!values.empty()) std::memcpy(host + at, values.data(), values.size() * sizeof(Value));
-    return reinterpret_cast<const Value*>(device + at);
-  };
-  Step step = ShapeOf(plan, sharded, communicator_.rank(), communicator_.world());
-  step.ids = put(plan.ids, ids);
-  step.positions = put(plan.positions, positions);
-  step.sequence = put(plan.sequence, sequence);
-  step.page_table = put(plan.page_table, pages);
-  step.logit_rows = put(plan.logit_rows, logit_rows);
-  step.draws = put(plan.draws, draws);
-  device_tiles_ = put(tiles_, tiles);
-  device_key_runs_ = put(key_runs_, runs);
-  device_prompt_tiles_ = put(prompt_tiles_, prompt_tiles);
-  Check(cudaMemcpyAsync(device, host, packing.size(), cudaMemcpyHostToDevice, stream()));
-  const auto make_room = [&](int rows, bool shards) {
-    communicator_.group().Reserve(communicator_.rank(), rows,
-                                  static_cast<size_t>(limits_.hidden) * sizeof(bf16), shards);
-  };
-  make_room(step.num_tokens, sharded);
-  make_room(std::min(step.num_logit_rows, limits_.max_logit_rows), /*shards=*/false);
-  const size_t captured = plan.boundaries.size() * static_cast<size_t>(step.own.count) *
-                          static_cast<size_t>(limits_.hidden) * sizeof(bf16);
+  as_graph_ = use_graphs_ && plans.size() == 1 && CanBeGraph(plans[0], sharded);
+  if (as_graph_) RoundUp(plans[0], limits_.max_tokens, rounded_);
+  const std::span run = as_graph_ ? std::span<const StepPlan>(&rounded_, 1) : plans;
+  std::vector<Step> steps = ShapesOf(run, sharded, communicator_.rank(), communicator_.world());
+  num_logit_rows_ = 0;
+  size_t captured = 0;
+  for (size_t i = 0; i < run.size(); ++i) {
+    Planned& planned = planned_[i];
+    planned.num_rows = plans[i].num_tokens();
+    planned.num_logit_rows = static_cast<int>(plans[i].logit_rows.size());
+    planned.first_logit_row =
+        std::exchange(num_logit_rows_, num_logit_rows_ + planned.num_logit_rows);
+    Plan(run[i], steps[i], planned);
+    captured += run[i].boundaries.size() * static_cast<size_t>(steps[i].own.count) *
+                static_cast<size_t>(limits_.hidden) * sizeof(bf16);
+  }
   if (captured > captured_.size()) graphs_.Clear();
   captured_.Reserve(captured);
   captured_host_.Reserve(captured);
@@ -245,11 +220,49 @@ Step CudaBackend::Begin(const StepPlan& asked, bool sharded) {
   replays_ = records_ = shared_begun_ = false;
   if (as_graph_) {
     const StepGraphs::Mode mode =
-        graphs_.Begin({step.num_tokens, step.pages_per_seq, plan.boundaries}, stream());
+        graphs_.Begin({steps[0].num_tokens, steps[0].pages_per_seq, run[0].boundaries}, stream());
     replays_ = mode == StepGraphs::Mode::kReplay;
     records_ = mode == StepGraphs::Mode::kRecord;
   }
-  return step;
+  return steps;
+}
+
+void CudaBackend::Plan(const StepPlan& plan, Step& step, Planned& planned) {
+  PlanAttention(plan, planned);
+  Packing packing;
+  const size_t ids = packing.Add(plan.ids), positions = packing.Add(plan.positions),
+               sequence = packing.Add(plan.sequence), pages = packing.Add(plan.page_table),
+               logit_rows = packing.Add(plan.logit_rows), draws = packing.Add(plan.draws),
+               tiles = packing.Add(planned.tiles), runs = packing.Add(planned.key_runs),
+               prompt_tiles = packing.Add(planned.prompt_tiles);
+  // Grows with the longest page table so far; the last step has ended.
+  planned.host.Reserve(packing.size());
+  if (planned.host.size() > planned.device.size()) graphs_.Clear();
+  planned.device.Reserve(planned.host.size());
+  auto* host = planned.host.as<std::byte>();
+  auto* device = planned.device.as<std::byte>();
+  const auto put = [&](const auto& values, size_t at) {
+    using Value = typename std::decay_t<decltype(values)>::value_type;
+    if (!values.empty()) std::memcpy(host + at, values.data(), values.size() * sizeof(Value));
+    return reinterpret_cast<const Value*>(device + at);
+  };
+  step.ids = put(plan.ids, ids);
+  step.positions = put(plan.positions, positions);
+  step.sequence = put(plan.sequence, sequence);
+  step.page_table = put(plan.page_table, pages);
+  step.logit_rows = put(plan.logit_rows, logit_rows);
+  step.draws = put(plan.draws, draws);
+  planned.device_tiles = put(planned.tiles, tiles);
+  planned.device_key_runs = put(planned.key_runs, runs);
+  planned.device_prompt_tiles = put(planned.prompt_tiles, prompt_tiles);
+  Check(cudaMemcpyAsync(device, host, packing.size(), cudaMemcpyHostToDevice, stream()));
+  const size_t row_bytes = static_cast<size_t>(limits_.hidden) * sizeof(bf16);
+  DeviceGroup& group = communicator_.group();
+  group.Reserve(communicator_.rank(),
+                {nullptr, step.num_tokens, row_bytes, step.sharded, step.half});
+  group.Reserve(communicator_.rank(),
+                {nullptr, std::min(step.num_logit_rows, limits_.max_logit_rows), row_bytes,
+                 /*sharded=*/false});
 }
 
 void CudaBackend::Capture(const Step& step, const CaptureParams& p) {
@@ -263,8 +276,8 @@ void CudaBackend::Capture(const Step& step, const CaptureParams& p) {
     Check(cudaMemcpyAsync(aside, p.residual, count * sizeof(uint16_t), cudaMemcpyDeviceToDevice,
                           stream()));
   }
-  const size_t real =
-      static_cast<size_t>(std::min(step.own.count, num_rows_)) * static_cast<size_t>(p.hidden);
+  const size_t real = static_cast<size_t>(std::min(step.own.count, Of(step).num_rows)) *
+                      static_cast<size_t>(p.hidden);
   uint16_t* to = p.to + static_cast<size_t>(step.own.begin) * static_cast<size_t>(p.hidden);
   cudaPointerAttributes attributes;
   Check(cudaPointerGetAttributes(&attributes, to));

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <memory>
 #include <optional>
 #include <vector>
@@ -36,14 +37,16 @@ class CudaBackend : public Backend {
   void NewKvCache(int num_layers, int num_pages, int width) override;
   void PlanScratch(const Limits& limits) override;
 
-  Step Begin(const StepPlan& plan, bool sharded) override;
+  std::vector<Step> BeginSteps(std::span<const StepPlan> plans, bool sharded) override;
+  bool Overlaps() const override { return communicator_.group().Overlaps(); }
+  void Send(const Step& step, const void* partial, int hidden) override;
   void Embed(const Step& step, const EmbedParams& params) override;
   void ExchangeAddNorm(const Step& step, const ExchangeAddNormParams& params) override;
   void LatentProject(const Step& step, const LatentProjectParams& params) override;
-  void Gather(const Step& step, const GatherParams& params) override;
+  void Gather(const Step& step, std::initializer_list<GatherParams> arrays) override;
   void Attention(const Step& step, const AttentionParams& params) override;
   void Route(const Step& step, const RouteParams& params) override;
-  void RoutedFfn(const Step& step, const RoutedFfnParams& params) override;
+  void RoutedFfnStage(const Step& step, const RoutedFfnParams& params, RoutedStage stage) override;
   void DenseFfn(const Step& step, const DenseFfnParams& params) override;
   void Capture(const Step& step, const CaptureParams& params) override;
   void Sample(const Step& step, const SampleParams& params) override;
@@ -63,42 +66,61 @@ class CudaBackend : public Backend {
   const DeviceBuffer& cache() const { return cache_; }
 
  private:
+  // Prompts, in rounds whose keys fit the scratch.
+  struct PromptRound {
+    size_t first_run, num_runs, first_tile, num_tiles;
+    int keys;
+  };
+  // A step's plan, or that of one of its halves.
+  struct Planned {
+    // Its arrays, at one place each: staged in pinned memory, one copy a step.
+    PinnedBuffer host;
+    DeviceBuffer device;
+    // What was asked for may be fewer rows than run.
+    int num_rows = 0, num_logit_rows = 0;
+    int first_logit_row = 0;           // of both halves'
+    std::vector<AttentionTile> tiles;  // small ones, then large ones
+    int num_small_tiles = 0;
+    std::vector<RowRange> decode_runs;  // rows that decode
+    int num_decode_rows = 0;            // in front
+    // All that tiles name lie within, and rows that decode unless RotateAndAbsorb takes them.
+    RowRange absorbed_rows;
+    std::vector<KeyRun> key_runs;
+    std::vector<PromptTile> prompt_tiles;
+    std::vector<PromptRound> prompt_rounds;
+    const AttentionTile* device_tiles = nullptr;
+    const KeyRun* device_key_runs = nullptr;
+    const PromptTile* device_prompt_tiles = nullptr;
+
+    // How many of these rows decode: the first ones.
+    int DecodeRowsOf(RowRange rows) const {
+      return std::clamp(num_decode_rows - rows.begin, 0, rows.count);
+    }
+  };
+  const Planned& Of(const Step& step) const {
+    return planned_[static_cast<size_t>(std::max(0, step.half))];
+  }
+  void Plan(const StepPlan& plan, Step& step, Planned& planned);
+  // Where rows of a half are gathered beside the other's ops: they are there from here on.
+  void Arrive(const Step& step) const { communicator_.Arrive(step.half, stream()); }
+
   void Use() const;  // the rank's device on this thread
   // x · wᵀ for rows [begin, begin + count) of the step: those that decode by the one algorithm,
   // those of prompts by the other.
-  void Multiply(const bf16* x, int64_t x_stride, RowRange rows, const Weight& w, void* y,
-                int64_t y_stride, Phase prompts = Phase::kPrompt, bool fp32_out = false,
+  void Multiply(const Step& step, const bf16* x, int64_t x_stride, RowRange rows, const Weight& w,
+                void* y, int64_t y_stride, Phase prompts = Phase::kPrompt, bool fp32_out = false,
                 bool accumulate = false);
-  // make(rows) for all rows of the step's partial sums, `partial`'s last change before the
-  // exchange: by pieces where the exchange can begin with some of them.
-  template <typename Make>
-  void MakePartial(const Step& step, const Make& make) {
-    DeviceGroup& group = communicator_.group();
-    const int rank = communicator_.rank();
-    const Pieces pieces(step.num_tokens, communicator_.world());
-    if (!step.sharded || pieces.count() == 1 || !group.TakesPieces())
-      return make(RowRange{0, step.num_tokens});
-    for (int i = 0; i < pieces.count(); ++i) {
-      const int piece = pieces.Made(rank, i);
-      make(pieces.Rows(piece));
-      group.Made(rank, piece, stream());
-    }
-  }
   // params.phase: of rows of prompts.
-  void MultiplyByPhase(GemmParams params, int first_row);
+  void MultiplyByPhase(const Step& step, GemmParams params, int first_row);
   void MultiplyFew(const GemmParams& params);  // rows that decode
-  // How many of these rows of the step decode: the first ones.
-  int DecodeRowsOf(RowRange rows) const {
-    return std::clamp(num_decode_rows_ - rows.begin, 0, rows.count);
-  }
   StreamProductParams GateAndUp(const bf16* x, int hidden, const Weight& gate, const Weight& up,
                                 int rows) const;
   void CopyStatesOut();
   bool CanBeGraph(const StepPlan& plan, bool sharded) const;
   // The forms of attention: rows that decode are attended absorbed, their keys in parts; prompts in
   // the expanded form, or absorbed where the model's sizes do not suit that.
-  void PlanAttention(const StepPlan& plan);
-  void PlanPrompt(const StepPlan& plan, int first, int end);
+  void PlanAttention(const StepPlan& plan, Planned& planned) const;
+  void PlanPrompt(const StepPlan& plan, int first, int end, Planned& planned) const;
   void AttendAbsorbed(const Step& step, const AttentionParams& params, const bf16* cache);
   void AttendExpanded(const Step& step, const AttentionParams& params, const bf16* cache);
 
@@ -109,10 +131,9 @@ class CudaBackend : public Backend {
   Stream stream_, copies_;  // copies_: captured states to the host, under the next ops
   Gemm gemm_;
   StreamWorkspace stream_workspace_;
-  // Steps that only decode. What the engine asked for may be fewer rows than run.
-  StepGraphs graphs_;
+  StepGraphs graphs_;  // of steps that only decode
   StepPlan rounded_;
-  int num_rows_ = 0, num_logit_rows_ = 0;
+  int num_logit_rows_ = 0;     // of the step
   bool shared_begun_ = false;  // Route has done DenseFfn's first product of the rows that decode
   bool use_graphs_ = true, as_graph_ = false, records_ = false, replays_ = false;
   std::vector<DeviceBuffer> memory_;
@@ -131,29 +152,8 @@ class CudaBackend : public Backend {
   Limits limits_{};
   AttentionForms forms_;
 
-  // The plan's arrays, at one place each: staged in pinned memory, one copy a step.
-  PinnedBuffer plan_host_;
-  DeviceBuffer plan_device_;
-  std::vector<AttentionTile> tiles_;  // small ones, then large ones
-  int num_small_tiles_ = 0;
-  std::vector<RowRange> decode_runs_;  // rows that decode
-  int num_decode_rows_ = 0;            // of the step, in front
-  // Of the step: all that tiles_ names lie within, and rows that decode unless RotateAndAbsorb
-  // takes them.
-  RowRange absorbed_rows_;
-  bool absorbable_ = false;
-  // Prompts, in rounds whose keys fit the scratch.
-  struct PromptRound {
-    size_t first_run, num_runs, first_tile, num_tiles;
-    int keys;
-  };
-  std::vector<KeyRun> key_runs_;
-  std::vector<PromptTile> prompt_tiles_;
-  std::vector<PromptRound> prompt_rounds_;
-  const AttentionTile* device_tiles_ = nullptr;
-  const KeyRun* device_key_runs_ = nullptr;
-  const PromptTile* device_prompt_tiles_ = nullptr;
-  bool expandable_ = false;
+  std::array<Planned, 2> planned_;
+  bool absorbable_ = false, expandable_ = false;
   int prompt_keys_ = 0;                    // that fit the scratch
   std::optional<PromptMaps> prompt_maps_;  // of the scratch, made when first attended
 

@@ -10,6 +10,8 @@ namespace {
 
 constexpr int kFewTokens = 512;  // of a step: so few that the experts' weights are read for them
 constexpr int64_t kNear = int64_t{1} << 30;  // values between two matrices
+// Of a half's first product, by RoutedStage: beside each part as much travels as it takes time.
+constexpr int kGateUpParts[] = {0, 40, 55, 100};
 constexpr int kNarrowRows = 44;  // of an expert, expected: few have more than a narrow tile holds
 
 }  // namespace
@@ -35,25 +37,26 @@ void CudaBackend::Route(const Step& step, const RouteParams& p) {
   const auto* x = static_cast<const bf16*>(p.x);
   auto* logits = router_logits_.as<float>();
   RowRange rest = step.own;
-  if (!step.sharded && p.shared_gate != nullptr && num_decode_rows_ > 0) {
+  const int num_decode_rows = Of(step).num_decode_rows;
+  if (!step.sharded && p.shared_gate != nullptr && num_decode_rows > 0) {
     StreamProductParams router{};
     router.x = x;
     router.x_stride = router.w_stride = router.k = p.hidden;
     router.w = AsMatrix(p.gate).data();
     router.y = logits;
     router.y_stride = router.n = p.num_experts;
-    router.m = num_decode_rows_;
+    router.m = num_decode_rows;
     router.epilogue = Epilogue::kFloat;
     const StreamProductParams shared =
-        GateAndUp(x, p.hidden, *p.shared_gate, *p.shared_up, num_decode_rows_);
+        GateAndUp(x, p.hidden, *p.shared_gate, *p.shared_up, num_decode_rows);
     if (Streamable(router) && Streamable(shared)) {
       StreamProductBoth(router, shared, stream_workspace_, stream());
       shared_begun_ = true;
-      rest = {num_decode_rows_, step.num_tokens - num_decode_rows_};
+      rest = {num_decode_rows, step.num_tokens - num_decode_rows};
     }
   }
   const int64_t done = rest.begin - step.own.begin;
-  Multiply(x + done * p.hidden, p.hidden, rest, p.gate, logits + done * p.num_experts,
+  Multiply(step, x + done * p.hidden, p.hidden, rest, p.gate, logits + done * p.num_experts,
            p.num_experts, Phase::kOwnRows, /*fp32_out=*/true);
   ChooseExperts(
       {router_logits_.as<float>(), AsMatrix(p.bias).vector(), step.own.count, p.num_experts,
@@ -70,8 +73,9 @@ const RowMaps& CudaBackend::MapsOf(const bf16* x, int columns) {
   return row_maps_.back().maps;
 }
 
-void CudaBackend::RoutedFfn(const Step& step, const RoutedFfnParams& p) {
+void CudaBackend::RoutedFfnStage(const Step& step, const RoutedFfnParams& p, RoutedStage stage) {
   if (replays_) return;
+  Arrive(step);
   const DeviceExperts& experts = AsExperts(p.slots);
   const ExpertBlocks& blocks = experts.blocks();
   const auto num_experts = static_cast<int>(experts.shape().slot_of_expert.size());
@@ -97,11 +101,6 @@ void CudaBackend::RoutedFfn(const Step& step, const RoutedFfnParams& p) {
   sorted.whole_step = few && step.num_tokens <= 8 &&
                       int64_t{std::min(step.num_tokens * p.top_k, sorted.num_slots)} * tile_rows <=
                           int64_t{limits_.max_tokens} * limits_.top_k;
-  SortRows(sorted, stream());
-  // TMA takes rows that lie together; y's memory is free until the second product.
-  const bool gathers = by_hopper && !sorted.whole_step;
-  if (gathers)
-    GatherTokens(static_cast<const bf16*>(p.x), sorted, blocks.hidden, y_.as<bf16>(), stream());
   const auto multiply = [&](const GroupedProductParams& product, Product which) {
     if (few) {
       FewRowsProduct(product, MapsOf(product.x, product.k), which, tile_rows, stream());
@@ -118,20 +117,34 @@ void CudaBackend::RoutedFfn(const Step& step, const RoutedFfnParams& p) {
   product.weight_tiles = blocks.gate_up_tiles();
   product.tiles = row_tiles_.as<TokenTile>();
   product.num_tiles = num_row_tiles_.as<int32_t>();
-  product.x = gathers ? y_.as<bf16>() : static_cast<const bf16*>(p.x);
-  product.from_first_row = sorted.whole_step;
-  product.x_stride = product.k = blocks.hidden;
-  product.row_of_x = by_hopper ? nullptr : token_of_row_.as<int32_t>();
-  product.out = h_.as<bf16>();
-  product.out_stride = product.out_columns = blocks.h_columns();
-  multiply(product, Product::kGateUp);
+  // TMA takes rows that lie together; y's memory is free until the second product.
+  const bool gathers = by_hopper && !sorted.whole_step;
+  if (stage == RoutedStage::kGateUpFirst) {
+    SortRows(sorted, stream());
+    if (gathers)
+      GatherTokens(static_cast<const bf16*>(p.x), sorted, blocks.hidden, y_.as<bf16>(), stream());
+  }
+  if (stage != RoutedStage::kDown) {
+    const auto part = static_cast<size_t>(stage);
+    if (step.half >= 0 && by_hopper && !few) {
+      product.from_percent = kGateUpParts[part];
+      product.to_percent = kGateUpParts[part + 1];
+    } else if (stage != RoutedStage::kGateUpFirst) {
+      return;
+    }
+    product.x = gathers ? y_.as<bf16>() : static_cast<const bf16*>(p.x);
+    product.from_first_row = sorted.whole_step;
+    product.x_stride = product.k = blocks.hidden;
+    product.row_of_x = by_hopper ? nullptr : token_of_row_.as<int32_t>();
+    product.out = h_.as<bf16>();
+    product.out_stride = product.out_columns = blocks.h_columns();
+    return multiply(product, Product::kGateUp);
+  }
   product.weights = experts.down();
   product.k_blocks = blocks.down_k_blocks();
   product.weight_tiles = blocks.down_tiles();
   product.x = h_.as<bf16>();
   product.x_stride = product.k = blocks.h_columns();
-  product.row_of_x = nullptr;
-  product.from_first_row = false;
   product.out = y_.as<bf16>();
   product.out_stride = product.out_columns = blocks.hidden;
   multiply(product, Product::kDown);
@@ -142,9 +155,9 @@ void CudaBackend::RoutedFfn(const Step& step, const RoutedFfnParams& p) {
 
 void CudaBackend::DenseFfn(const Step& step, const DenseFfnParams& p) {
   if (replays_) return;
+  Arrive(step);
   const auto* x = static_cast<const bf16*>(p.x);
-  const StreamProductParams few =
-      GateAndUp(x, p.hidden, p.gate, p.up, DecodeRowsOf({0, step.num_tokens}));
+  const StreamProductParams few = GateAndUp(x, p.hidden, p.gate, p.up, Of(step).num_decode_rows);
   RowRange rest{0, step.num_tokens};
   if (Streamable(few)) {
     if (!shared_begun_) StreamProduct(few, stream_workspace_, stream());
@@ -169,20 +182,17 @@ void CudaBackend::DenseFfn(const Step& step, const DenseFfnParams& p) {
     product.w_batch = std::max(gate, up) - std::min(gate, up);
     product.y_batch = half;
     product.batch = product.w_batch < kNear ? 2 : 1;
-    MultiplyByPhase(product, rest.begin);
+    MultiplyByPhase(step, product, rest.begin);
     if (product.batch == 1) {
       product.w = std::max(gate, up);
       product.y = y + half;
-      MultiplyByPhase(product, rest.begin);
+      MultiplyByPhase(step, product, rest.begin);
     }
     SwiGlu(y + (gate < up ? 0 : half), y + (gate < up ? half : 0), y, int64_t{rest.count} * p.width,
            stream());
   }
-  MakePartial(step, [&](RowRange rows) {
-    Multiply(gate_up_.as<bf16>() + int64_t{rows.begin} * p.width, p.width, rows, p.down,
-             static_cast<bf16*>(p.partial) + int64_t{rows.begin} * p.hidden, p.hidden,
-             Phase::kPrompt, /*fp32_out=*/false, p.accumulate);
-  });
+  Multiply(step, gate_up_.as<bf16>(), p.width, {0, step.num_tokens}, p.down, p.partial, p.hidden,
+           Phase::kPrompt, /*fp32_out=*/false, p.accumulate);
 }
 
 }  // namespace statetap::cuda

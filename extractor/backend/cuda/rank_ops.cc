@@ -7,8 +7,8 @@
 #include "extractor/backend/cuda/sampling.h"
 
 namespace statetap::cuda {
-void CudaBackend::MultiplyByPhase(GemmParams p, int first_row) {
-  const int decode = std::clamp(num_decode_rows_ - first_row, 0, p.m), prompt = p.m - decode;
+void CudaBackend::MultiplyByPhase(const Step& step, GemmParams p, int first_row) {
+  const int decode = Of(step).DecodeRowsOf({first_row, p.m}), prompt = p.m - decode;
   const Phase prompts = p.phase;
   p.m = decode;
   p.phase = Phase::kDecode;
@@ -41,9 +41,9 @@ void CudaBackend::MultiplyFew(const GemmParams& p) {
   StreamProduct(few, stream_workspace_, stream());
 }
 
-void CudaBackend::Multiply(const bf16* x, int64_t x_stride, RowRange rows, const Weight& weight,
-                           void* y, int64_t y_stride, Phase prompts, bool fp32_out,
-                           bool accumulate) {
+void CudaBackend::Multiply(const Step& step, const bf16* x, int64_t x_stride, RowRange rows,
+                           const Weight& weight, void* y, int64_t y_stride, Phase prompts,
+                           bool fp32_out, bool accumulate) {
   const DeviceMatrix& w = AsMatrix(weight);
   GemmParams p{x,
                x_stride,
@@ -57,7 +57,7 @@ void CudaBackend::Multiply(const bf16* x, int64_t x_stride, RowRange rows, const
   p.phase = prompts;
   p.fp32_out = fp32_out;
   p.accumulate = accumulate;
-  MultiplyByPhase(p, rows.begin);
+  MultiplyByPhase(step, p, rows.begin);
 }
 
 void CudaBackend::Embed(const Step& step, const EmbedParams& p) {
@@ -79,8 +79,15 @@ void CudaBackend::ExchangeAddNorm(const Step& step, const ExchangeAddNormParams&
   sum.eps = p.eps;
   sum.normed = static_cast<bf16*>(p.normed);
   communicator_.ExchangeAddNorm(
-      {p.partial, step.num_tokens, static_cast<size_t>(p.hidden) * sizeof(bf16), step.sharded}, sum,
-      stream());
+      {p.partial, step.num_tokens, static_cast<size_t>(p.hidden) * sizeof(bf16), step.sharded,
+       step.half},
+      sum, stream());
+}
+
+void CudaBackend::Send(const Step& step, const void* partial, int hidden) {
+  communicator_.Send({partial, step.num_tokens, static_cast<size_t>(hidden) * sizeof(bf16),
+                      step.sharded, step.half},
+                     stream());
 }
 
 void CudaBackend::LatentProject(const Step& step, const LatentProjectParams& p) {
@@ -112,7 +119,7 @@ void CudaBackend::LatentProject(const Step& step, const LatentProjectParams& p) 
     both.w_stride = both.k = p.hidden;
     both.y = latents;
     both.y_stride = row;
-    both.m = DecodeRowsOf(step.own);
+    both.m = Of(step).DecodeRowsOf(step.own);
     both.n = p.query_dim;
     both.n2 = static_cast<int>(kv_a.rows());
     RowRange rest = step.own;
@@ -122,10 +129,10 @@ void CudaBackend::LatentProject(const Step& step, const LatentProjectParams& p) 
     }
     if (rest.count > 0) {
       const int64_t done = rest.begin - step.own.begin;
-      Multiply(x + done * p.hidden, p.hidden, rest, *p.q_a, latents + done * row, row,
+      Multiply(step, x + done * p.hidden, p.hidden, rest, *p.q_a, latents + done * row, row,
                Phase::kOwnRows);
-      Multiply(x + done * p.hidden, p.hidden, rest, p.kv_a, latents + done * row + p.query_dim, row,
-               Phase::kOwnRows);
+      Multiply(step, x + done * p.hidden, p.hidden, rest, p.kv_a,
+               latents + done * row + p.query_dim, row, Phase::kOwnRows);
     }
     RmsNormBoth(q_norm, kv_norm, stream());
   } else {
@@ -133,21 +140,26 @@ void CudaBackend::LatentProject(const Step& step, const LatentProjectParams& p) 
                             static_cast<size_t>(p.hidden) * sizeof(bf16),
                             static_cast<size_t>(p.hidden) * sizeof(bf16), static_cast<size_t>(rows),
                             cudaMemcpyDeviceToDevice, stream()));
-    Multiply(x, p.hidden, step.own, p.kv_a, latents + p.query_dim, row, Phase::kOwnRows);
+    Multiply(step, x, p.hidden, step.own, p.kv_a, latents + p.query_dim, row, Phase::kOwnRows);
     RmsNorm(kv_norm, stream());
   }
 }
 
-void CudaBackend::Gather(const Step& step, const GatherParams& p) {
+void CudaBackend::Gather(const Step& step, std::initializer_list<GatherParams> arrays) {
   if (!step.sharded) return;
-  communicator_.GatherRows(p.own, step.num_tokens, p.row_bytes, p.all, stream());
+  if (step.half >= 0)
+    return communicator_.GatherBeside(step.half, arrays, step.num_tokens, stream());
+  for (const GatherParams& p : arrays)
+    communicator_.GatherRows(p.own, step.num_tokens, p.row_bytes, p.all, stream());
 }
 
 void CudaBackend::Sample(const Step& step, const SampleParams& p) {
   if (p.count == 0) return;
   // Rows that a plan was rounded up by have no place on the host.
-  const int count = std::clamp(num_logit_rows_ - p.first, 0, p.count);
-  if (p.chosen != nullptr && count > 0) pending_tokens_.push_back({p.chosen, p.first, count});
+  const Planned& planned = Of(step);
+  const int count = std::clamp(planned.num_logit_rows - p.first, 0, p.count),
+            first = planned.first_logit_row + p.first;
+  if (p.chosen != nullptr && count > 0) pending_tokens_.push_back({p.chosen, first, count});
   if (replays_) return;
   // Each logit row is normed by the rank that keeps it; the others add zeros.
   RmsNormParams norm{};
@@ -181,7 +193,7 @@ void CudaBackend::Sample(const Step& step, const SampleParams& p) {
   const float* logits = AllLogits(logits_.as<float>(), p.count, p.vocab_per_rank);
   if (p.chosen == nullptr) return;
   ChooseTokens({logits, p.count, p.vocab, p.vocab_per_rank, step.draws + p.first,
-                results_.as<ChosenToken>() + p.first, choose_workspace_.as<void>()},
+                results_.as<ChosenToken>() + first, choose_workspace_.as<void>()},
                stream());
 }
 

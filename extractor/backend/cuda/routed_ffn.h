@@ -58,6 +58,9 @@ struct GroupedProductParams {
   bf16* out;                // [rows], out_stride apart
   int64_t out_stride;
   int out_columns;  // multiple of 8: columns of weight tiles behind them are not written
+  // HopperProduct: which of the pairs of a token tile and a weight tile, from a percentage of them
+  // on to before another.
+  int from_percent = 0, to_percent = 100;
 };
 enum class Product { kGateUp, kDown };
 enum class Format { kInt4, kBf16 };

@@ -78,17 +78,20 @@ struct Ring {
 // What there is to multiply: pairs of a token tile and a weight tile, the last ones in parts.
 struct Work {
   static constexpr int kMostParts = 4;
-  int weight_tiles, whole, parts, total;
+  int weight_tiles, first, whole, parts, total;
   const TokenTile* tiles;
   __device__ explicit Work(const GroupedProductParams& p)
       : weight_tiles(p.weight_tiles), parts(1), tiles(p.tiles) {
-    const int pairs = *p.num_tiles * p.weight_tiles, blocks = static_cast<int>(gridDim.x),
-              last = pairs % blocks;
+    const int all = *p.num_tiles * p.weight_tiles, blocks = static_cast<int>(gridDim.x);
+    first = all * p.from_percent / 100;
+    const int pairs = all * p.to_percent / 100 - first, last = pairs % blocks;
     if (last > 0) parts = min(kMostParts, blocks / last);
     whole = pairs - last;
     total = whole + last * parts;
   }
-  __device__ int PairOf(int i) const { return i < whole ? i : whole + (i - whole) / parts; }
+  __device__ int PairOf(int i) const {
+    return first + (i < whole ? i : whole + (i - whole) / parts);
+  }
   __device__ int WeightTile(int i) const { return PairOf(i) % weight_tiles; }
   __device__ int Width(int i) const {
     const int width = tiles[PairOf(i) / weight_tiles].width;
