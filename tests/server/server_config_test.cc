@@ -1,11 +1,13 @@
 #include <unistd.h>
 
 #include <fstream>
+#include <regex>
 
 #include "server/config.h"
 #include "server/server.h"
 #include "tests/support/status_matchers.h"
 #include "tests/support/temp_dir.h"
+#include "tests/support/tiny_kimi.h"
 
 namespace statetap {
 namespace {
@@ -67,6 +69,51 @@ TEST(ServerConfigTest, WrongUsageExitsWithTwoAndSaysWhatIsNear) {
   }
   EXPECT_EQ(Parse({"--help"}).exit_code, 0);
   EXPECT_THAT(Parse({"--help"}).text, HasSubstr("--drain-seconds"));
+}
+
+// The settings of a file in deploy/config, those behind a comment sign among them: `# name = …`.
+std::vector<std::string> SettingsOf(const std::filesystem::path& file) {
+  std::vector<std::string> settings;
+  std::ifstream lines(file);
+  static const std::regex kSetting("(# )?([a-z][a-z-]* = .+)");
+  for (std::string line; std::getline(lines, line);) {
+    std::smatch match;
+    if (std::regex_match(line, match, kSetting)) settings.push_back(match[2]);
+  }
+  return settings;
+}
+
+TEST(DeployConfigTest, EveryFileAndEverySettingInItIsUnderstood) {
+  testing::TempDir dir;
+  int files = 0;
+  for (const auto& entry : std::filesystem::directory_iterator(testing::Root() / "deploy/config")) {
+    SCOPED_TRACE(entry.path().string());
+    ++files;
+    const ParsedArguments whole = Parse({"--config", entry.path().c_str()});
+    ASSERT_TRUE(whole.config) << whole.text;
+    EXPECT_FALSE(whole.config->model.empty());
+    EXPECT_FALSE(whole.config->data.empty());
+    for (const std::string& setting : SettingsOf(entry.path())) {
+      const std::string one = dir / "one.toml";
+      std::ofstream(one) << setting << "\n";
+      const ParsedArguments parsed =  // what is required comes from here, or from the setting
+          setting.starts_with("model") || setting.starts_with("data")
+              ? whole
+              : Parse({"--config", one.c_str(), "--model", "m", "--data", "d"});
+      EXPECT_TRUE(parsed.config) << setting << ": " << parsed.text;
+    }
+  }
+  EXPECT_GE(files, 2);
+}
+
+TEST(DeployConfigTest, KimiOnEightGpusIsWhatTheFileSays) {
+  const std::string file = testing::Root() / "deploy/config/kimi-k2.5-8xh200.toml";
+  const ParsedArguments parsed = Parse({"--config", file.c_str()});
+  ASSERT_TRUE(parsed.config) << parsed.text;
+  EXPECT_EQ(parsed.config->engine.ranks, 8);
+  EXPECT_EQ(parsed.config->engine.max_batch_tokens, 16384);
+  EXPECT_EQ(parsed.config->engine.kv_cache_bytes, int64_t{320} << 30);
+  EXPECT_EQ(parsed.config->shards.size(), 2u);
 }
 
 }  // namespace
