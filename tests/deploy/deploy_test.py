@@ -1,17 +1,20 @@
-"""deploy/ held to the server that is built: the unit starts and drains it, what the dashboard and the rules ask for is exported.
+"""deploy/ held to the server that is built: the unit and the batch script start and drain it, what the dashboard and the rules ask for is exported.
 
 Run by ctest with STATETAP_BIN (the programs) and STATETAP_ROOT (the repository) in the environment. That every file of deploy/config is understood is in
 server_config_test.
 """
 import collections
+import contextlib
 import json
 import os
 import pathlib
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import tempfile
+import time
 import tomllib
 import unittest
 import urllib.request
@@ -135,6 +138,67 @@ class MetricsTest(unittest.TestCase):
         source = (ROOT / "server/web/metrics.cc").read_text()
         for name in ON_GPUS_ALONE:
             self.assertIn(f'"{name}"', source)
+
+
+class SlurmTest(unittest.TestCase):
+    """The batch script outside Slurm: as plain bash, with what Slurm sets and a scontrol that writes down how it is called."""
+
+    @classmethod
+    def setUpClass(cls):
+        cls.folder = work / "slurm"
+        (cls.folder / "bin").mkdir(parents=True)
+        cls.calls = cls.folder / "scontrol.log"
+        scontrol = cls.folder / "bin/scontrol"
+        scontrol.write_text(f'#!/bin/sh\necho "$@" >> {cls.calls}\n')
+        scontrol.chmod(0o755)
+
+    def start(self, *flags):
+        environment = os.environ | {"PATH": f"{self.folder / 'bin'}:{BIN}:{os.environ['PATH']}", "SLURM_JOB_ID": "4711", "SLURMD_NODENAME": "127.0.0.1"}
+        script, config = DEPLOY / "slurm/statetapd.sbatch", local_config("tiny-kimi.toml")
+        with open(self.folder / "slurm.out", "a") as log:
+            self.job = subprocess.Popen(["bash", script, self.folder / "data", config, *flags], env=environment, stdout=log, stderr=log,
+                                        start_new_session=True)
+        self.addCleanup(self.leave_nothing_running, self.job.pid)
+        address = self.folder / "data/address"
+        while not address.exists():
+            self.assertIsNone(self.job.poll(), (self.folder / "slurm.out").read_text())
+            time.sleep(0.05)
+        self.address = address.read_text().strip()
+
+    @staticmethod
+    def leave_nothing_running(group):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(group, signal.SIGKILL)
+
+    def cli(self, *arguments):
+        return subprocess.run([BIN / "statetap", "--server", self.address, *arguments], check=True, capture_output=True, text=True, timeout=120).stdout
+
+    def submit(self, name, *options):
+        path = self.folder / f"{name}.jsonl"
+        path.write_text(json.dumps({"id": name, "input_ids": [5, 6, 7]}) + "\n")
+        self.cli("submit", path, "--name", name, *options)
+
+    def end(self, how):
+        """How often the job had been queued again after it. Slurm sends USR1 to the script and TERM to all its processes."""
+        (os.kill if how == signal.SIGUSR1 else os.killpg)(self.job.pid, how)
+        self.assertEqual(self.job.wait(120), 0, (self.folder / "slurm.out").read_text())
+        self.assertFalse((self.folder / "data/address").exists())
+        calls = self.calls.read_text().splitlines() if self.calls.exists() else []
+        self.assertEqual(set(calls) - {"requeue 4711"}, set())
+        return len(calls)
+
+    def test_a_job_that_the_end_of_the_time_interrupts_goes_on_in_the_next_run(self):
+        self.start("--max-shard-bytes", "1")  # once the first is stored, nothing starts
+        self.submit("first", "--wait")
+        self.submit("second")
+        self.assertEqual(self.end(signal.SIGUSR1), 1)
+        self.start()
+        self.cli("watch", "second")
+        self.assertEqual([json.loads(self.cli("--json", "show", name))["counts"]["stored"] for name in ("first", "second")], [1, 1])
+        self.assertEqual(self.end(signal.SIGUSR1), 1, "nothing is unfinished")
+        self.start("--max-shard-bytes", "1")
+        self.submit("third")
+        self.assertEqual(self.end(signal.SIGTERM), 1, "somebody wanted it to end")
 
 
 if __name__ == "__main__":
