@@ -59,7 +59,7 @@ struct GroupedProductParams {
   int64_t out_stride;
   int out_columns;  // multiple of 8: columns of weight tiles behind them are not written
   // HopperProduct: which of the pairs of a token tile and a weight tile, from a percentage of them
-  // on to before another.
+  // on to before another, in whole rounds of the GPU's blocks.
   int from_percent = 0, to_percent = 100;
 };
 enum class Product { kGateUp, kDown };

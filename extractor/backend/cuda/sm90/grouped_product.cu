@@ -83,11 +83,15 @@ struct Work {
   __device__ explicit Work(const GroupedProductParams& p)
       : weight_tiles(p.weight_tiles), parts(1), tiles(p.tiles) {
     const int all = *p.num_tiles * p.weight_tiles, blocks = static_cast<int>(gridDim.x);
-    first = all * p.from_percent / 100;
-    const int pairs = all * p.to_percent / 100 - first, last = pairs % blocks;
+    first = Until(p.from_percent, all, blocks);
+    const int pairs = Until(p.to_percent, all, blocks) - first, last = pairs % blocks;
     if (last > 0) parts = min(kMostParts, blocks / last);
     whole = pairs - last;
     total = whole + last * parts;
+  }
+  // So much of all of them, in whole rounds of blocks.
+  __device__ static int Until(int percent, int all, int blocks) {
+    return percent == 100 ? all : min(all, (all * percent / 100 + blocks / 2) / blocks * blocks);
   }
   __device__ int PairOf(int i) const {
     return first + (i < whole ? i : whole + (i - whole) / parts);
