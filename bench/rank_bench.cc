@@ -272,7 +272,6 @@ class Bench {
     limits_.max_tokens = std::max({512, Largest(options.prefill), Largest(options.decode)});
     limits_.max_context = std::max(65536, Largest(options.context));
     limits_.max_logit_rows = 64;
-    limits_.num_pages = num_pages_;
     limits_.inner_eps = 1e-6;
     limits_.halved_from = options.halved_from;
     OnRanks([this](Rank& rank, int number) { Make(rank, number); });
@@ -332,6 +331,7 @@ class Bench {
     rank.backend->UseGraphs(options_.graphs);
     rank.model =
         std::make_unique<Transformer>(config_, layout_, *rank.backend, std::move(weights), limits_);
+    rank.model->NewKvCache(num_pages_);
     rank.backend->MakeLogits(limits_.max_logit_rows, layout_.vocab_per_rank());
   }
 

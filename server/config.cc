@@ -125,9 +125,10 @@ void AddOptions(CLI::App& app, ServerConfig& config, double& kv_cache_gib, std::
   app.add_option("--max-batch-tokens", engine.max_batch_tokens,
                  "Tokens of a step (default: 16384 on GPUs, 512 on a CPU)")
       ->check(CLI::Range(1, 1 << 20));
-  app.add_option("--kv-cache-gib", kv_cache_gib, "Latent KV cache, of all ranks together")
-      ->check(PositiveUpTo(kMostGib))
-      ->capture_default_str();
+  app.add_option("--kv-cache-gib", kv_cache_gib,
+                 "Latent KV cache, of all ranks together (default: nine tenths of what is left on "
+                 "GPUs, 1 on a CPU)")
+      ->check(PositiveUpTo(kMostGib));
   app.add_option("--host-buffer-gib", config.host_buffer_gib,
                  "Host memory for the states of samples in flight")
       ->check(PositiveUpTo(kMostGib))
@@ -145,7 +146,7 @@ ParsedArguments ParseArguments(int argc, const char* const* argv) {
   config.engine.backend = "auto";
   config.engine.ranks = 0;             // the GPUs there are
   config.engine.max_batch_tokens = 0;  // as suits the backend
-  double kv_cache_gib = 1;
+  double kv_cache_gib = 0;             // as suits the backend
   std::string experts = "expert", retain = "all";
   CLI::App app("Statetap's server: generates answers and stores the model's hidden states.",
                "statetapd");

@@ -223,6 +223,9 @@ class Backend {
   // inverse_frequencies: [rope_dim / 2]; angles position · frequency in fp32, as every reference
   // computes them.
   virtual const void* NewRotary(std::span<const float> inverse_frequencies, int num_positions) = 0;
+  // Bytes that this rank's cache may take unless another size is asked for. On a GPU of what is
+  // left now, all else being planned.
+  virtual int64_t RoomForKvCache() const = 0;
   // Latent cache [layers][pages][kPageTokens][width]. Once.
   virtual void NewKvCache(int num_layers, int num_pages, int width) = 0;
   // Room for the largest step of the ops' own scratch.

@@ -231,13 +231,16 @@ absl::Status EngineImpl::Load(const CheckpointIndex& checkpoint, const EngineOpt
   // No more pages than max_running sequences of full length can use.
   const int64_t useful =
       int64_t{options.max_running} * ((limits.max_context + kPageTokens - 1) / kPageTokens);
-  limits.num_pages =
-      static_cast<int>(std::min(options.kv_cache_bytes / options.ranks / page_bytes, useful));
-  if (limits.num_pages < 1) {
-    return absl::InvalidArgumentError(fmt::format(
-        "--kv-cache-gib: {} bytes hold no page of {} tokens ({} bytes on each of {} ranks)",
-        options.kv_cache_bytes, kPageTokens, page_bytes, options.ranks));
-  }
+  const auto pages_of = [&](int64_t bytes) {  // of a rank
+    return static_cast<int>(std::min(bytes / page_bytes, useful));
+  };
+  const auto no_page = [&](std::string_view why, int64_t bytes) {
+    return fmt::format("{}: {} bytes hold no page of {} tokens ({} bytes on each of {} ranks)", why,
+                       bytes, kPageTokens, page_bytes, options.ranks);
+  };
+  int64_t room = options.kv_cache_bytes / options.ranks;
+  if (options.kv_cache_bytes > 0 && pages_of(room) < 1)
+    return absl::InvalidArgumentError(no_page("--kv-cache-gib", options.kv_cache_bytes));
 
   STATETAP_ASSIGN_OR_RETURN(std::vector<ModelWeights> weights,
                             Weights(checkpoint, layout, backends, options));
@@ -245,15 +248,25 @@ absl::Status EngineImpl::Load(const CheckpointIndex& checkpoint, const EngineOpt
     ranks_->models.push_back(std::make_unique<Transformer>(config_, layout, *backends[rank],
                                                            std::move(weights[rank]), limits));
   }
+  if (options.kv_cache_bytes == 0) {
+    room = std::numeric_limits<int64_t>::max();
+    for (const auto& backend : backends) room = std::min(room, backend->RoomForKvCache());
+  }
+  const int num_pages = pages_of(room);
+  if (num_pages < 1) {
+    return absl::ResourceExhaustedError(
+        no_page("no memory is left for a KV cache (more ranks, a smaller --max-batch-tokens)",
+                room * options.ranks));
+  }
+  for (const auto& model : ranks_->models) model->NewKvCache(num_pages);
   group_ = std::make_unique<RankGroup>(backends, StepTimeout(options));
   hand_out_ = std::make_unique<WorkerPool>(HandOutThreads(options));
-  const Scheduler::Limits steps{limits.max_tokens, std::max(1, options.max_running),
-                                limits.num_pages};
+  const Scheduler::Limits steps{limits.max_tokens, std::max(1, options.max_running), num_pages};
   scheduler_ = std::make_unique<Scheduler>(steps);
   for (StepOutput& output : ranks_->outputs)
     output.chosen.resize(static_cast<size_t>(limits.max_tokens));
   STATETAP_RETURN_IF_ERROR(MakeRoomForStates(limits.num_boundaries));
-  info_.kv_tokens = int64_t{limits.num_pages} * kPageTokens;
+  info_.kv_tokens = int64_t{num_pages} * kPageTokens;
   info_.max_seq_len = limits.max_context;
   STATETAP_RETURN_IF_ERROR(WarmUp(steps, limits.num_boundaries));
   for (const auto& backend : backends) {

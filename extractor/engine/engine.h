@@ -38,6 +38,8 @@ struct EngineOptions {
   // want as many; 512 on the CPU.
   int max_batch_tokens = 512;
   int max_running = 256;  // samples in flight
+  // Of all ranks together. 0: nine tenths of what is left on GPUs, a GiB on the CPU; never more
+  // than max_running samples of max_seq_len tokens use.
   int64_t kv_cache_bytes = int64_t{1} << 30;
   double inner_eps = 0;  // of the two inner norms; 0: the config's rms_norm_eps
   int threads = 0;       // CPU threads of all ranks together; 0: one a core

@@ -64,7 +64,6 @@ Transformer::Transformer(const ModelConfig& config, const ParallelLayout& layout
   latents_ = rows(latents_dim(), element);
   experts_ = static_cast<int32_t*>(rows(std::max(1, config_.top_k), sizeof(int32_t)));
   expert_weights_ = static_cast<float*>(rows(std::max(1, config_.top_k), sizeof(float)));
-  backend_.NewKvCache(config_.num_layers, limits_.num_pages, config_.latent_dim());
   Backend::Limits scratch;
   scratch.max_tokens = limits_.max_tokens;
   scratch.max_context = limits_.max_context;
@@ -82,6 +81,10 @@ Transformer::Transformer(const ModelConfig& config, const ParallelLayout& layout
       std::max({layout_.dense_width(), layout_.shared_width(), layout_.expert_width()});
   scratch.padded_vocab = layout_.vocab_per_rank() * layout_.world();
   backend_.PlanScratch(scratch);
+}
+
+void Transformer::NewKvCache(int num_pages) {
+  backend_.NewKvCache(config_.num_layers, num_pages, config_.latent_dim());
 }
 
 int64_t Transformer::PageBytes(const ModelConfig& config, size_t activation_bytes) {

@@ -16,7 +16,6 @@ struct ModelLimits {
   int max_tokens = 0;      // of a step
   int max_context = 0;     // positions of a sequence
   int max_logit_rows = 0;  // at once; more are done in turns
-  int num_pages = 0;       // of the KV cache
   double inner_eps = 0;    // of the norms inside attention
   int num_boundaries = 4;  // of a step that room is made for at once: three taps and the last
   // Tokens of a sharded step from which its halves take turns, where that hides what ranks
@@ -34,6 +33,9 @@ class Transformer {
  public:
   Transformer(const ModelConfig& config, const ParallelLayout& layout, Backend& backend,
               ModelWeights weights, const ModelLimits& limits);
+
+  // Once, before the first pass.
+  void NewKvCache(int num_pages);
 
   // One pass over the plan's rows. `sharded`: the residual stream by tokens over the ranks, else
   // whole on each. `output` has room; only rank 0 writes tokens, each rank its own rows of

@@ -151,6 +151,18 @@ SampleTask LongPrompt(int length) {
   return task;
 }
 
+TEST(CudaEngineCacheTest, ZeroIsACacheOfWhatIsLeft) {
+  SKIP_WITHOUT_GPU();
+  EngineOptions options = OnGpu(2);
+  options.max_batch_tokens = 0;
+  options.kv_cache_bytes = 0;
+  const auto engine = testing::OpenTiny(options);
+  EXPECT_EQ(engine->options().max_batch_tokens, 16'384);
+  // More than a GiB, and no more than all samples in flight use: a GPU has room for that.
+  EXPECT_EQ(engine->info().kv_tokens, int64_t{options.max_running} * engine->info().max_seq_len);
+  EXPECT_TRUE(RunTasks(*engine, SomeTasks(1, 1), kHidden)[0].finished);
+}
+
 // Halves of a step in turns, cut within the sequence, against steps too small for that.
 TEST(CudaEngineBitsTest, ALargeStepInHalvesIsTheBitsOfSmallOnes) {
   SKIP_WITHOUT_GPU();

@@ -82,10 +82,17 @@ TEST(EngineTest, GreedyContinuationsEqualTheReference) {
   EXPECT_GE(compared, 60);
 }
 
-TEST(EngineTest, ZeroBatchTokensAreWhatSuitsTheBackend) {
+TEST(EngineTest, ZeroMeansWhatSuitsTheBackend) {
   EngineOptions options;
   options.max_batch_tokens = 0;
-  EXPECT_EQ(Open(options)->options().max_batch_tokens, 512);
+  options.kv_cache_bytes = 0;
+  for (const int ranks : {1, 2}) {
+    options.ranks = ranks;
+    const auto engine = Open(options);
+    EXPECT_EQ(engine->options().max_batch_tokens, 512);
+    // 1 GiB, in pages of 64 tokens of 80 floats in 8 layers on each rank.
+    EXPECT_EQ(engine->info().kv_tokens, (int64_t{1} << 30) / ranks / (64 * 80 * 4 * 8) * 64);
+  }
 }
 
 // Alone, in a batch of 24, in small chunks, with so few pages that sequences are pushed out, and

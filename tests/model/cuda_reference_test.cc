@@ -178,12 +178,12 @@ void Check(const std::filesystem::path& folder, const std::filesystem::path& dat
                                                        group, CudaOptions{}));
   }
   ASSERT_OK_AND_ASSIGN(auto weights, LoadWeights(index, layout, backends, {}));
-  const ModelLimits limits{kMaxTokens, kMaxTokens, 16, kMaxTokens / kPageTokens,
-                           config.rms_norm_eps};
+  const ModelLimits limits{kMaxTokens, kMaxTokens, 16, config.rms_norm_eps};
   std::vector<std::unique_ptr<Transformer>> ranks;
   for (size_t rank = 0; rank < weights.size(); ++rank) {
     ranks.push_back(std::make_unique<Transformer>(config, layout, *backends[rank],
                                                   std::move(weights[rank]), limits));
+    ranks.back()->NewKvCache(kMaxTokens / kPageTokens);
   }
   RankGroup threads(backends);
 
@@ -194,6 +194,7 @@ void Check(const std::filesystem::path& folder, const std::filesystem::path& dat
                        ParallelLayout::Make(config, 1, ExpertLayout::kExpert, index.quantized()));
   ASSERT_OK_AND_ASSIGN(auto plain_weights, LoadWeights(index, alone, plain, {}));
   Transformer plain_model(config, alone, cpu, std::move(plain_weights[0]), limits);
+  plain_model.NewKvCache(kMaxTokens / kPageTokens);
 
   const SafetensorsFile file(data);
   const auto hidden = static_cast<size_t>(config.hidden);
@@ -287,7 +288,6 @@ TEST(CudaGraphTest, AGraphGivesTheBitsOfItsKernels) {
   limits.max_tokens = 64;
   limits.max_context = 1024;
   limits.max_logit_rows = 16;
-  limits.num_pages = 64;
   limits.inner_eps = config.rms_norm_eps;
   constexpr int kSeqs = 5, kPrompt = 7, kSteps = 6;
   struct Result {
@@ -305,6 +305,7 @@ TEST(CudaGraphTest, AGraphGivesTheBitsOfItsKernels) {
     backend.UseGraphs(graphs);
     ASSERT_OK_AND_ASSIGN(auto weights, LoadWeights(index, layout, backends, {}));
     Transformer model(config, layout, backend, std::move(weights[0]), limits);
+    model.NewKvCache(64);
     // One boundary straight into pinned memory, the other by way of the backend's own.
     const size_t size = 64 * static_cast<size_t>(config.hidden);
     std::vector<uint16_t> states(size);

@@ -77,12 +77,12 @@ class Model {
       static_cast<RecordingBackend&>(*model->backends_.back()).overlaps = variant.halved;
     }
     STATETAP_ASSIGN_OR_RETURN(auto weights, LoadWeights(index, layout, model->backends_, {}));
-    ModelLimits limits{kMaxTokens, kMaxTokens, 16, kMaxTokens / kPageTokens,
-                       index.config().rms_norm_eps};
+    ModelLimits limits{kMaxTokens, kMaxTokens, 16, index.config().rms_norm_eps};
     limits.halved_from = 2;
     for (size_t rank = 0; rank < weights.size(); ++rank) {
       model->ranks_.push_back(std::make_unique<Transformer>(
           index.config(), layout, *model->backends_[rank], std::move(weights[rank]), limits));
+      model->ranks_.back()->NewKvCache(kMaxTokens / kPageTokens);
     }
     model->group_ = std::make_unique<RankGroup>(model->backends_);
     return model;

@@ -47,7 +47,8 @@ TEST(ServerConfigTest, FlagsAndFileGiveTheSame) {
   EXPECT_EQ(flags.config->shards.size(), 2u);
   EXPECT_TRUE(flags.config->http.empty());
   EXPECT_EQ(flags.config->engine.experts, EngineOptions::Experts::kTensor);
-  EXPECT_EQ(flags.config->engine.max_batch_tokens, 0);  // the backend's
+  EXPECT_EQ(flags.config->engine.max_batch_tokens, 0);  // as suits the backend
+  EXPECT_EQ(flags.config->engine.kv_cache_bytes, 0);
 }
 
 TEST(ServerConfigTest, WrongUsageExitsWithTwoAndSaysWhatIsNear) {

@@ -27,6 +27,8 @@ class CpuBackend : public Backend {
   std::unique_ptr<Weight> NewExperts(const ExpertsShape& shape) override;
   void FinishWeights() override {}
   const void* NewRotary(std::span<const float> inverse_frequencies, int num_positions) override;
+  // A GiB of all ranks together: no more than a small model needs.
+  int64_t RoomForKvCache() const override { return (int64_t{1} << 30) / communicator_.world(); }
   void NewKvCache(int num_layers, int num_pages, int width) override;
   void PlanScratch(const Limits& limits) override;
 

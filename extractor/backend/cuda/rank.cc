@@ -104,6 +104,16 @@ const void* CudaBackend::NewRotary(std::span<const float> inverse_frequencies, i
   return memory;
 }
 
+// A tenth stays for what grows with the steps that come: pages of plans, graphs, exchanges,
+// kernels.
+int64_t CudaBackend::RoomForKvCache() const {
+  Use();
+  size_t free, total;
+  Check(cudaMemGetInfo(&free, &total));
+  const int sharing = CeilDiv(communicator_.world(), NumGpus());  // ranks of this GPU
+  return static_cast<int64_t>(free / 10 * 9) / sharing;
+}
+
 void CudaBackend::NewKvCache(int num_layers, int num_pages, int width) {
   Use();
   num_pages_ = num_pages;

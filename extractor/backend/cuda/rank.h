@@ -34,6 +34,7 @@ class CudaBackend : public Backend {
   std::unique_ptr<Weight> NewExperts(const ExpertsShape& shape) override;
   void FinishWeights() override;
   const void* NewRotary(std::span<const float> inverse_frequencies, int num_positions) override;
+  int64_t RoomForKvCache() const override;
   void NewKvCache(int num_layers, int num_pages, int width) override;
   void PlanScratch(const Limits& limits) override;
 
