@@ -90,7 +90,6 @@ class Model {
 
   // The residual stream at every boundary: [boundaries][S · hidden].
   std::vector<std::vector<float>> Run(const std::vector<int32_t>& ids, const Variant& variant) {
-    const auto hidden = static_cast<size_t>(config.hidden);
     std::vector<std::vector<float>> all(static_cast<size_t>(config.num_layers) + 1);
     for (size_t first = 0; first < ids.size(); first += static_cast<size_t>(variant.chunk)) {
       const size_t count = std::min(ids.size() - first, static_cast<size_t>(variant.chunk));
@@ -104,22 +103,33 @@ class Model {
         plan.positions.push_back(static_cast<int32_t>(t));
         plan.sequence.push_back(0);
       }
-      for (int boundary = 0; boundary <= config.num_layers; ++boundary)
-        plan.boundaries.push_back(boundary);
-      std::vector<std::vector<float>> record(all.size(), std::vector<float>(count * hidden, NAN));
-      for (const auto& backend : backends_) {
-        auto& recording = static_cast<RecordingBackend&>(*backend);
-        recording.record = &record;
-      }
-      StepOutput output;
-      output.states.resize(all.size());
-      EXPECT_OK(group_->RunAll([&](int rank) {
-        ranks_[static_cast<size_t>(rank)]->Forward(plan, variant.sharded, output);
-      }));
+      const auto record = Step(plan, variant.sharded).residual;
       for (size_t b = 0; b < all.size(); ++b)
         all[b].insert(all[b].end(), record[b].begin(), record[b].end());
     }
     return all;
+  }
+
+  // A step with every boundary: [boundaries][T · hidden], and what each logit row gave.
+  struct Output {
+    std::vector<std::vector<float>> residual;
+    std::vector<ChosenToken> chosen;
+  };
+  Output Step(StepPlan plan, bool sharded) {
+    for (int boundary = 0; boundary <= config.num_layers; ++boundary)
+      plan.boundaries.push_back(boundary);
+    const auto values = static_cast<size_t>(plan.num_tokens()) * static_cast<size_t>(config.hidden);
+    Output made;
+    made.residual.assign(plan.boundaries.size(), std::vector<float>(values, NAN));
+    for (const auto& backend : backends_)
+      static_cast<RecordingBackend&>(*backend).record = &made.residual;
+    StepOutput output;
+    output.states.resize(plan.boundaries.size());
+    output.chosen.resize(plan.logit_rows.size());
+    EXPECT_OK(group_->RunAll(
+        [&](int rank) { ranks_[static_cast<size_t>(rank)]->Forward(plan, sharded, output); }));
+    made.chosen = std::move(output.chosen);
+    return made;
   }
 
   // Tokens of the last step, or of the first half of it.
@@ -232,6 +242,47 @@ TEST_P(HalvesTest, AreTheBitsOfTheWholeStep) {
     EXPECT_EQ(one->Run(ids, whole), two->Run(ids, halved)) << length << " tokens";
     EXPECT_EQ(one->FirstHalf(), length);
     EXPECT_EQ(two->FirstHalf(), length == 1 ? 1 : length / 2);
+  }
+}
+
+// Sequences of all lengths, tokens drawn and given scored on both sides of the seam.
+TEST_P(HalvesTest, DrawAndScoreAsTheWholeStep) {
+  Variant whole;
+  std::tie(whole.ranks, whole.experts) = GetParam();
+  whole.sharded = true;
+  Variant halved = whole;
+  halved.halved = true;
+  ASSERT_OK_AND_ASSIGN(const auto one, Model::Open(kTiny, whole));
+  ASSERT_OK_AND_ASSIGN(const auto two, Model::Open(kTiny, halved));
+  std::mt19937 random(std::random_device{}());
+  for (int round = 0; round < 4; ++round) {
+    StepPlan plan;
+    plan.num_seqs = 2 + static_cast<int>(random() % 9);
+    plan.pages_per_seq = 1;
+    for (int sequence = 0; sequence < plan.num_seqs; ++sequence) {
+      plan.page_table.push_back(sequence);
+      plan.decodes.push_back(0);
+      const int length = 1 + static_cast<int>(random() % 30);
+      for (int position = 0; position < length; ++position) {
+        plan.ids.push_back(static_cast<int32_t>(random() % 2304));
+        plan.positions.push_back(position);
+        plan.sequence.push_back(sequence);
+        const bool last = position + 1 == length;
+        if (!last && random() % 3 != 0) continue;
+        plan.logit_rows.push_back(plan.num_tokens() - 1);
+        plan.draws.push_back({1, 0.95, 7, random(), position + 1,
+                              last ? -1 : static_cast<int32_t>(random() % 2304)});
+      }
+    }
+    const Model::Output a = one->Step(plan, true), b = two->Step(plan, true);
+    EXPECT_EQ(a.residual, b.residual);
+    EXPECT_LT(two->FirstHalf(), plan.num_tokens());
+    ASSERT_EQ(a.chosen.size(), plan.logit_rows.size());
+    for (size_t i = 0; i < a.chosen.size(); ++i) {
+      EXPECT_EQ(a.chosen[i].id, b.chosen[i].id) << i;
+      EXPECT_EQ(a.chosen[i].logprob, b.chosen[i].logprob) << i;
+      EXPECT_EQ(a.chosen[i].entropy, b.chosen[i].entropy) << i;
+    }
   }
 }
 
