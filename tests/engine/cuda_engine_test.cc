@@ -180,6 +180,30 @@ TEST(CudaEngineBitsTest, ALargeStepInHalvesIsTheBitsOfSmallOnes) {
   }
 }
 
+// The same of many samples, scored and answered, in steps that also decode.
+TEST(CudaEngineBitsTest, SamplesInHalvesAreTheBitsOfSmallSteps) {
+  SKIP_WITHOUT_GPU();
+  std::vector<SampleTask> tasks = SomeTasks(48, /*temperature=*/1);
+  for (size_t i = 0; i < tasks.size(); ++i) {
+    tasks[i].input_ids = LongPrompt(500 + 13 * static_cast<int>(i)).input_ids;
+    tasks[i].max_length = 2'048;
+    tasks[i].max_new_tokens = 3;
+    tasks[i].token_scores = true;
+  }
+  for (const int ranks : {2, 8}) {
+    EngineOptions options = OnGpu(ranks);
+    std::vector<std::vector<Captured>> runs;
+    for (const int batch : {16'384, 1'024}) {
+      options.max_batch_tokens = batch;
+      runs.push_back(RunTasks(*testing::OpenTiny(options), tasks, kHidden));
+    }
+    for (size_t i = 0; i < tasks.size(); ++i) {
+      ASSERT_TRUE(runs[0][i].finished) << i;
+      ExpectSame(runs[0][i], runs[1][i]);
+    }
+  }
+}
+
 // Algorithms are chosen while loading: no job meets a product that the warm-up has not met on that
 // rank, whatever its steps are.
 TEST(CudaEngineWarmUpTest, NoJobChoosesAnAlgorithm) {
