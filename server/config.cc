@@ -61,6 +61,19 @@ std::string UnknownFlag(const CLI::App& app, const std::string& flag) {
                      near.empty() ? "" : fmt::format(", did you mean {}?", near));
 }
 
+// What the library says of a file's name that no flag has, in our words; else as it is.
+std::string WrongFile(const CLI::App& app, std::string_view error) {
+  constexpr std::string_view kUnknown = "INI was not able to parse ";
+  if (!error.starts_with(kUnknown))
+    return fmt::format("statetapd: --config: {}; `statetapd --help` lists all names\n", error);
+  const std::string name(error.substr(kUnknown.size()));
+  const std::string near = Nearest(app, "--" + name);
+  return fmt::format(
+      "statetapd: --config: {} is not known{}; a file has the names of `statetapd --help` without "
+      "the dashes\n",
+      name, near.empty() ? "" : fmt::format(", did you mean {}?", near.substr(2)));
+}
+
 void AddOptions(CLI::App& app, ServerConfig& config, double& kv_cache_gib, std::string& experts,
                 std::string& retain) {
   EngineOptions& engine = config.engine;
@@ -169,6 +182,8 @@ ParsedArguments ParseArguments(int argc, const char* const* argv) {
       if (extra.starts_with("-")) return wrong(UnknownFlag(app, extra));
     }
     return wrong(fmt::format("statetapd: {}; `statetapd --help` lists all\n", error.what()));
+  } catch (const CLI::ConfigError& error) {
+    return wrong(WrongFile(app, error.what()));
   } catch (const CLI::ParseError& error) {
     return wrong(fmt::format("statetapd: {}; `statetapd --help` lists all\n", error.what()));
   }

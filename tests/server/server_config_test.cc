@@ -51,6 +51,16 @@ TEST(ServerConfigTest, FlagsAndFileGiveTheSame) {
   EXPECT_EQ(flags.config->engine.kv_cache_bytes, 0);
 }
 
+TEST(ServerConfigTest, AWrongNameInAFileIsNamedWithWhatIsNear) {
+  testing::TempDir dir;
+  std::ofstream(dir / "config") << "modle = \"m\"\ndata = \"d\"\n";
+  const std::string file = dir / "config";
+  const ParsedArguments parsed = Parse({"--config", file.c_str(), "--model", "m"});
+  EXPECT_FALSE(parsed.config);
+  EXPECT_EQ(parsed.exit_code, 2);
+  EXPECT_THAT(parsed.text, HasSubstr("--config: modle is not known, did you mean model?"));
+}
+
 TEST(ServerConfigTest, WrongUsageExitsWithTwoAndSaysWhatIsNear) {
   const auto wrong = [](std::vector<const char*> arguments, std::string_view part) {
     const ParsedArguments parsed = Parse(std::move(arguments));
