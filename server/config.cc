@@ -55,10 +55,13 @@ CLI::Validator PositiveUpTo(double most) {
 }
 constexpr double kMostGib = 1 << 20;  // a pebibyte
 
+std::string DidYouMean(std::string_view near) {
+  return near.empty() ? "" : fmt::format(", did you mean {}?", near);
+}
+
 std::string UnknownFlag(const CLI::App& app, const std::string& flag) {
-  const std::string near = Nearest(app, flag);
   return fmt::format("statetapd: {} is not known{}; `statetapd --help` lists all\n", flag,
-                     near.empty() ? "" : fmt::format(", did you mean {}?", near));
+                     DidYouMean(Nearest(app, flag)));
 }
 
 // What the library says of a file's name that no flag has, in our words; else as it is.
@@ -71,7 +74,7 @@ std::string WrongFile(const CLI::App& app, std::string_view error) {
   return fmt::format(
       "statetapd: --config: {} is not known{}; a file has the names of `statetapd --help` without "
       "the dashes\n",
-      name, near.empty() ? "" : fmt::format(", did you mean {}?", near.substr(2)));
+      name, DidYouMean(near.empty() ? near : near.substr(2)));
 }
 
 void AddOptions(CLI::App& app, ServerConfig& config, double& kv_cache_gib, std::string& experts,

@@ -63,15 +63,15 @@ void LogMemory(const Engine& engine) {
   row("KV cache", memory.kv_cache,
       fmt::format("{} tokens at once, {} of one sample", info.kv_tokens,
                   std::min<int64_t>(info.kv_tokens, info.max_seq_len)));
+  row("workspace", memory.workspace);
+  row("capture buffers", memory.capture);
+  row("host buffers of states", memory.host);
   if (info.kv_tokens < engine.options().max_batch_tokens) {
     LogWarning(
         "--kv-cache-gib holds {} tokens at once, fewer than a step takes (--max-batch-tokens {}): "
         "steps will not be filled",
         info.kv_tokens, engine.options().max_batch_tokens);
   }
-  row("workspace", memory.workspace);
-  row("capture buffers", memory.capture);
-  row("host buffers of states", memory.host);
 }
 
 absl::Status Serve(ServerConfig& config, SignalWaiter& signals) {

@@ -224,18 +224,23 @@ INSTANTIATE_TEST_SUITE_P(Every, RanksTest,
                                                               ExpertLayout::kTensor),
                                             ::testing::Bool()));
 
-class HalvesTest : public ::testing::TestWithParam<std::tuple<int, ExpertLayout>> {};
+class HalvesTest : public ::testing::TestWithParam<std::tuple<int, ExpertLayout>> {
+ protected:
+  void SetUp() override {
+    std::tie(whole.ranks, whole.experts) = GetParam();
+    whole.sharded = true;
+    halved = whole;
+    halved.halved = true;
+    ASSERT_OK_AND_ASSIGN(one, Model::Open(kTiny, whole));
+    ASSERT_OK_AND_ASSIGN(two, Model::Open(kTiny, halved));
+  }
+  Variant whole, halved;
+  std::unique_ptr<Model> one, two;  // of each
+  std::mt19937 random{std::random_device{}()};
+};
 
 // The halves of a step take turns: the same bits as of the step in one, whatever the seam cuts.
 TEST_P(HalvesTest, AreTheBitsOfTheWholeStep) {
-  Variant whole;
-  std::tie(whole.ranks, whole.experts) = GetParam();
-  whole.sharded = true;
-  Variant halved = whole;
-  halved.halved = true;
-  ASSERT_OK_AND_ASSIGN(const auto one, Model::Open(kTiny, whole));
-  ASSERT_OK_AND_ASSIGN(const auto two, Model::Open(kTiny, halved));
-  std::mt19937 random(std::random_device{}());
   for (const int length : {1, 2, 3, 9, 64, 131}) {
     std::vector<int32_t> ids(static_cast<size_t>(length));
     for (int32_t& id : ids) id = static_cast<int32_t>(random() % 2304);
@@ -247,14 +252,6 @@ TEST_P(HalvesTest, AreTheBitsOfTheWholeStep) {
 
 // Sequences of all lengths, tokens drawn and given scored on both sides of the seam.
 TEST_P(HalvesTest, DrawAndScoreAsTheWholeStep) {
-  Variant whole;
-  std::tie(whole.ranks, whole.experts) = GetParam();
-  whole.sharded = true;
-  Variant halved = whole;
-  halved.halved = true;
-  ASSERT_OK_AND_ASSIGN(const auto one, Model::Open(kTiny, whole));
-  ASSERT_OK_AND_ASSIGN(const auto two, Model::Open(kTiny, halved));
-  std::mt19937 random(std::random_device{}());
   for (int round = 0; round < 4; ++round) {
     StepPlan plan;
     plan.num_seqs = 2 + static_cast<int>(random() % 9);
