@@ -156,8 +156,9 @@ struct RouteParams {
 
 // partial[t] = Σ over this rank's experts e of t, ascending, of weight · down_e(silu(gate_e x) ·
 // up_e x). In stages with the same params, between which ops of the step's other half may come:
-// gate and up by parts (40, 15 and 45 % where a backend has parts), then the rest.
-enum class RoutedStage { kGateUpFirst, kGateUpSecond, kGateUpThird, kDown };
+// gate and up by parts (40, 15 and 45 % where a backend has parts), down, and the sum, which a
+// DenseFfn right behind kDown may take instead.
+enum class RoutedStage { kGateUpFirst, kGateUpSecond, kGateUpThird, kDown, kSum };
 struct RoutedFfnParams {
   const void* x;           // [T, hidden]
   const int32_t* experts;  // [T, top_k]
@@ -167,15 +168,16 @@ struct RoutedFfnParams {
   void* partial;  // [T, hidden]
 };
 
-// partial[t] (+)= down(silu(gate x) · up x), this rank's slice of the width.
+// partial[t] = down(silu(gate x) · up x), this rank's slice of the width, plus what the routed
+// experts sum up to.
 struct DenseFfnParams {
   const void* x;       // [T, hidden]
   const Weight& gate;  // [width, hidden]
   const Weight& up;    // [width, hidden]
   const Weight& down;  // [hidden, width]
   int hidden, width;
-  bool accumulate;
-  void* partial;  // [T, hidden]
+  const RoutedFfnParams* routed;  // of the same partial, after its kDown; null: none
+  void* partial;                  // [T, hidden]
 };
 
 // to[i] = bf16(residual[i]) for this rank's rows, on the host at [own.begin + i]. Complete after
@@ -263,7 +265,7 @@ class Backend {
                               RoutedStage stage) = 0;
   void RoutedFfn(const Step& step, const RoutedFfnParams& params) {
     using enum RoutedStage;
-    for (const auto stage : {kGateUpFirst, kGateUpSecond, kGateUpThird, kDown})
+    for (const auto stage : {kGateUpFirst, kGateUpSecond, kGateUpThird, kDown, kSum})
       RoutedFfnStage(step, params, stage);
   }
   virtual void DenseFfn(const Step& step, const DenseFfnParams& params) = 0;

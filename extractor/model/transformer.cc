@@ -1,6 +1,7 @@
 #include "extractor/model/transformer.h"
 
 #include <algorithm>
+#include <optional>
 
 #include "extractor/model/rotary.h"
 
@@ -214,13 +215,14 @@ void Transformer::EnterFfn(const Rows& rows, int layer) {
                               {rows.own_weights, rows.weights, top_k * sizeof(float)}});
 }
 
+RoutedFfnParams Transformer::RoutedParams(const Rows& rows, const LayerWeights& w) const {
+  return {rows.normed, rows.experts, rows.weights, *w.experts, config_.top_k, rows.partial};
+}
+
 void Transformer::RoutedFfn(const Rows& rows, int layer, RoutedStage stage) {
   if (layer < 0) return;
   const LayerWeights& w = weights_.layers[static_cast<size_t>(layer)];
-  if (w.router == nullptr) return;
-  backend_.RoutedFfnStage(
-      rows.step, {rows.normed, rows.experts, rows.weights, *w.experts, config_.top_k, rows.partial},
-      stage);
+  if (w.router != nullptr) backend_.RoutedFfnStage(rows.step, RoutedParams(rows, w), stage);
 }
 
 void Transformer::EndLayer(const Rows& rows, int layer) {
@@ -231,13 +233,16 @@ void Transformer::EndLayer(const Rows& rows, int layer) {
     return backend_.Send(rows.step, rows.partial, config_.hidden);
   }
   const LayerWeights& w = weights_.layers[static_cast<size_t>(layer)];
-  const bool routed = w.router != nullptr;
-  if (routed) RoutedFfn(rows, layer, RoutedStage::kDown);
-  if (w.dense.gate != nullptr) {
+  RoutedFfn(rows, layer, RoutedStage::kDown);
+  if (w.dense.gate == nullptr) {
+    RoutedFfn(rows, layer, RoutedStage::kSum);
+  } else {
+    std::optional<RoutedFfnParams> routed;
+    if (w.router != nullptr) routed.emplace(RoutedParams(rows, w));
     backend_.DenseFfn(rows.step,
                       {rows.normed, *w.dense.gate, *w.dense.up, *w.dense.down, config_.hidden,
                        routed ? layout_.shared_width() : layout_.dense_width(),
-                       /*accumulate=*/routed, rows.partial});
+                       routed ? &*routed : nullptr, rows.partial});
   }
   backend_.Send(rows.step, rows.partial, config_.hidden);
 }

@@ -66,6 +66,7 @@ class Transformer {
   void EnterLayer(const Rows& rows, int layer);
   void Attend(const Rows& rows, int layer);
   void EnterFfn(const Rows& rows, int layer);
+  RoutedFfnParams RoutedParams(const Rows& rows, const LayerWeights& weights) const;
   void RoutedFfn(const Rows& rows, int layer, RoutedStage stage);
   void EndLayer(const Rows& rows, int layer);
   void SampleRows(const Rows& rows);

@@ -141,11 +141,11 @@ void CpuBackend::DenseFfn(const Step& step, const DenseFfnParams& p) {
     gate_[static_cast<size_t>(i)] =
         Silu(gate_[static_cast<size_t>(i)]) * up_[static_cast<size_t>(i)];
   }
-  float* to = p.accumulate ? expert_out_.data() : partial;
+  float* to = p.routed != nullptr ? expert_out_.data() : partial;
   MatMul(
       {gate_.data(), p.width, tokens, AsMatrix(p.down).reader(), p.hidden, p.width, to, p.hidden},
       pool_);
-  if (p.accumulate) {
+  if (p.routed != nullptr) {
     for (int64_t i = 0; i < tokens * p.hidden; ++i) partial[i] += to[i];
   }
 }

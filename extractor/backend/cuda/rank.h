@@ -116,6 +116,7 @@ class CudaBackend : public Backend {
   void MultiplyFew(const GemmParams& params);  // rows that decode
   StreamProductParams GateAndUp(const bf16* x, int hidden, const Weight& gate, const Weight& up,
                                 int rows) const;
+  SumRowsParams SumOf(const RoutedFfnParams& params, RowRange rows) const;
   void CopyStatesOut();
   bool CanBeGraph(const StepPlan& plan, bool sharded) const;
   // The forms of attention: rows that decode are attended absorbed, their keys in parts; prompts in

@@ -76,6 +76,7 @@ const RowMaps& CudaBackend::MapsOf(const bf16* x, int columns) {
 void CudaBackend::RoutedFfnStage(const Step& step, const RoutedFfnParams& p, RoutedStage stage) {
   if (replays_) return;
   Arrive(step);
+  if (stage == RoutedStage::kSum) return SumExpertRows(SumOf(p, {0, step.num_tokens}), stream());
   const DeviceExperts& experts = AsExperts(p.slots);
   const ExpertBlocks& blocks = experts.blocks();
   const auto num_experts = static_cast<int>(experts.shape().slot_of_expert.size());
@@ -148,9 +149,20 @@ void CudaBackend::RoutedFfnStage(const Step& step, const RoutedFfnParams& p, Rou
   product.out = y_.as<bf16>();
   product.out_stride = product.out_columns = blocks.hidden;
   multiply(product, Product::kDown);
-  SumExpertRows({y_.as<bf16>(), row_of_.as<int32_t>(), p.experts, p.weights, step.num_tokens,
-                 p.top_k, blocks.hidden, static_cast<bf16*>(p.partial)},
-                stream());
+}
+
+// Of these rows of the step.
+SumRowsParams CudaBackend::SumOf(const RoutedFfnParams& p, RowRange rows) const {
+  const int hidden = AsExperts(p.slots).blocks().hidden;
+  const int64_t first = int64_t{rows.begin} * p.top_k;
+  return {y_.as<bf16>(),
+          row_of_.as<int32_t>() + first,
+          p.experts + first,
+          p.weights + first,
+          rows.count,
+          p.top_k,
+          hidden,
+          static_cast<bf16*>(p.partial) + int64_t{rows.begin} * hidden};
 }
 
 void CudaBackend::DenseFfn(const Step& step, const DenseFfnParams& p) {
@@ -191,8 +203,22 @@ void CudaBackend::DenseFfn(const Step& step, const DenseFfnParams& p) {
     SwiGlu(y + (gate < up ? 0 : half), y + (gate < up ? half : 0), y, int64_t{rest.count} * p.width,
            stream());
   }
-  Multiply(step, gate_up_.as<bf16>(), p.width, {0, step.num_tokens}, p.down, p.partial, p.hidden,
-           Phase::kPrompt, /*fp32_out=*/false, p.accumulate);
+  RowRange down{0, step.num_tokens};
+  if (p.routed != nullptr) {
+    const int decode = Of(step).num_decode_rows, prompts = step.num_tokens - decode;
+    const bool in_one =
+        hopper_ && prompts > 0 && HopperSumProductTakes(p.hidden, p.width, p.routed->top_k);
+    if (in_one) {
+      HopperSumProduct(
+          {SumOf(*p.routed, {decode, prompts}), gate_up_.as<bf16>() + int64_t{decode} * p.width,
+           AsMatrix(p.down).data(), p.width},
+          stream());
+      down.count = decode;
+    }
+    SumExpertRows(SumOf(*p.routed, down), stream());
+  }
+  Multiply(step, gate_up_.as<bf16>(), p.width, down, p.down, p.partial, p.hidden, Phase::kPrompt,
+           /*fp32_out=*/false, /*accumulate=*/p.routed != nullptr);
 }
 
 }  // namespace statetap::cuda

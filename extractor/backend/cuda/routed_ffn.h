@@ -100,4 +100,15 @@ struct SumRowsParams {
 inline constexpr int kMaxTopK = 64;
 void SumExpertRows(const SumRowsParams& params, cudaStream_t stream);
 
+// The same sum and a dense product in one pass (sm_90a): partial[t] = w x[t] + the sum, in this
+// order, fp32, rounded once. A row's bits do not depend on the rows beside it.
+struct SumProductParams {
+  SumRowsParams routed;
+  const bf16* x;  // [num_tokens, width]
+  const bf16* w;  // [hidden, width]
+  int width;
+};
+bool HopperSumProductTakes(int hidden, int width, int top_k);
+void HopperSumProduct(const SumProductParams& params, cudaStream_t stream);
+
 }  // namespace statetap::cuda
