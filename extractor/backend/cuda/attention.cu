@@ -1,8 +1,10 @@
 #include "extractor/backend/cuda/attention.h"
 
 #include <algorithm>
+#include <type_traits>
 
 #include "extractor/backend/cuda/check.h"
+#include "extractor/backend/cuda/launch.h"
 #include "extractor/backend/cuda/mma.h"
 
 namespace statetap::cuda {
@@ -28,28 +30,62 @@ __device__ float2 Rotate(float a, float b, float2 cos_sin) {
   return {a * cos_sin.x - b * cos_sin.y, a * cos_sin.y + b * cos_sin.x};
 }
 
-// One block a token.
-__global__ void RotateAndStoreKernel(const RotateAndStoreParams p) {
-  const int64_t t = blockIdx.x;
-  const int position = p.positions[t], latent_dim = p.kv_lora + p.rope, pairs = p.rope / 2;
+// Of a row: by 16 bytes, or, where rows do not lie at multiples of that, pair by pair.
+template <bool kWide>
+struct alignas(kWide ? 16 : 2) Values {
+  static constexpr int kCount = kWide ? 8 : 2;
+  bf16 at[kCount];
+};
+
+template <bool kWide>
+__device__ Values<kWide> Rotated(const bf16* from, const float2* rotary) {
+  constexpr int kPairs = Values<kWide>::kCount / 2;
+  struct alignas(kWide ? 16 : 8) Angles {
+    float2 at[kPairs];
+  };
+  auto values = *reinterpret_cast<const Values<kWide>*>(from);
+  const Angles angles = *reinterpret_cast<const Angles*>(rotary);
+#pragma unroll
+  for (int i = 0; i < kPairs; ++i) {
+    const float2 to = Rotate(__bfloat162float(values.at[2 * i]),
+                             __bfloat162float(values.at[2 * i + 1]), angles.at[i]);
+    values.at[2 * i] = __float2bfloat16_rn(to.x);
+    values.at[2 * i + 1] = __float2bfloat16_rn(to.y);
+  }
+  return values;
+}
+
+// One warp a token.
+template <bool kWide>
+__global__ void __launch_bounds__(kThreads) RotateAndStoreKernel(const RotateAndStoreParams p) {
+  using Some = Values<kWide>;
+  using Copied = std::conditional_t<kWide, Some, bf16>;
+  constexpr int kStep = Some::kCount, kCopied = sizeof(Copied) / sizeof(bf16);
+  const int lane = static_cast<int>(threadIdx.x) % 32, pieces = p.rope / kStep;
+  const int64_t t = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32;
+  LetNextBegin();
+  WaitForEarlier();
+  if (t >= p.num_tokens) return;
+  const int position = p.positions[t], latent_dim = p.kv_lora + p.rope;
   const bf16* latent = p.latents + t * p.latent_stride + p.query_dim;
   bf16* cache =
       p.cache + CacheRow(p.page_table, p.pages_per_seq, p.sequence[t], position) * latent_dim;
-  const float2* rotary = p.rotary + static_cast<int64_t>(position) * pairs;
-  for (int i = threadIdx.x; i < p.kv_lora; i += blockDim.x) cache[i] = latent[i];
-  for (int i = threadIdx.x; i < pairs; i += blockDim.x) {
-    const bf16* from = latent + p.kv_lora + 2 * i;
-    const float2 to = Rotate(__bfloat162float(from[0]), __bfloat162float(from[1]), rotary[i]);
-    cache[p.kv_lora + 2 * i] = __float2bfloat16_rn(to.x);
-    cache[p.kv_lora + 2 * i + 1] = __float2bfloat16_rn(to.y);
+  const float2* rotary = p.rotary + static_cast<int64_t>(position) * (p.rope / 2);
+  for (int i = lane; i < p.kv_lora / kCopied; i += 32)
+    reinterpret_cast<Copied*>(cache)[i] = reinterpret_cast<const Copied*>(latent)[i];
+  for (int i = lane; i < pieces; i += 32) {
+    const int at = i * kStep;
+    *reinterpret_cast<Some*>(cache + p.kv_lora + at) =
+        Rotated<kWide>(latent + p.kv_lora + at, rotary + at / 2);
   }
-  for (int i = threadIdx.x; i < p.num_heads * pairs; i += blockDim.x) {
-    const int head = i / pairs, pair = i % pairs;
-    bf16* query = p.queries + (t * p.num_heads + head) * (p.nope + p.rope) + p.nope + 2 * pair;
-    const float2 to = Rotate(__bfloat162float(query[0]), __bfloat162float(query[1]), rotary[pair]);
-    bf16* absorbed = p.absorbed + (t * p.num_heads + head) * latent_dim + p.kv_lora + 2 * pair;
-    absorbed[0] = query[0] = __float2bfloat16_rn(to.x);
-    absorbed[1] = query[1] = __float2bfloat16_rn(to.y);
+  for (int i = lane; i < p.num_heads * pieces; i += 32) {
+    const int head = i / pieces, at = i % pieces * kStep;
+    bf16* query = p.queries + (t * p.num_heads + head) * (p.nope + p.rope) + p.nope + at;
+    const Some to = Rotated<kWide>(query, rotary + at / 2);
+    *reinterpret_cast<Some*>(query) = to;
+    if (p.absorbed == nullptr) continue;
+    bf16* absorbed = p.absorbed + (t * p.num_heads + head) * latent_dim + p.kv_lora + at;
+    *reinterpret_cast<Some*>(absorbed) = to;
   }
 }
 
@@ -310,8 +346,13 @@ void Launch(const AttendParams& p, const AttentionTile* tiles, int count, cudaSt
 
 void RotateAndStore(const RotateAndStoreParams& p, cudaStream_t stream) {
   if (p.num_tokens == 0) return;
-  RotateAndStoreKernel<<<static_cast<unsigned>(p.num_tokens), kThreads, 0, stream>>>(p);
-  CheckLaunch();
+  bool wide = true;
+  for (const int64_t columns : {p.latent_stride, int64_t{p.query_dim}, int64_t{p.kv_lora},
+                                int64_t{p.nope}, int64_t{p.rope}})
+    wide = wide && columns % Values<true>::kCount == 0;
+  LaunchEarly(wide ? RotateAndStoreKernel<true> : RotateAndStoreKernel<false>,
+              dim3(static_cast<unsigned>((p.num_tokens + kWarps - 1) / kWarps)), kThreads, 0,
+              stream, p);
 }
 
 AttentionForms AttentionFormsOf(int num_heads, int latent_dim) {

@@ -10,8 +10,8 @@
 
 namespace statetap::cuda {
 
-// Writes the step's latents into the cache and rotates the queries' positional part, in place and
-// behind the absorbed one:
+// Writes the step's latents into the cache and rotates the queries' positional part, in place and,
+// where there is one, behind the absorbed one:
 //   cache[slot of t] = c[t] | rotate(k_pe[t], position)
 //   queries[t][h][nope …] = absorbed[t][h][kv_lora …] = rotate(q_pe[t][h], position)
 // Rotation is interleaved (pairs 2i, 2i + 1).
@@ -26,7 +26,7 @@ struct RotateAndStoreParams {
   const int32_t* page_table;  // [num_seqs, pages_per_seq]
   int pages_per_seq;
   bf16* cache;     // [pages, page, kv_lora + rope] of the layer
-  bf16* absorbed;  // [num_tokens, num_heads, kv_lora + rope]
+  bf16* absorbed;  // [num_tokens, num_heads, kv_lora + rope]; null: no row is attended absorbed
   int num_tokens, num_heads, nope, rope, kv_lora;
 };
 void RotateAndStore(const RotateAndStoreParams& params, cudaStream_t stream);

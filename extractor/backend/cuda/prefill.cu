@@ -4,6 +4,7 @@
 #include <tuple>
 
 #include "extractor/backend/cuda/check.h"
+#include "extractor/backend/cuda/launch.h"
 #include "extractor/backend/cuda/mma.h"
 #include "extractor/backend/step_plan.h"
 
@@ -29,6 +30,8 @@ __device__ bool IsFinite(uint4 values) {
 
 // One block a run, a warp a key.
 __global__ void CollectKernel(const CollectKeysParams p) {
+  LetNextBegin();
+  WaitForEarlier();
   const KeyRun run = p.runs[blockIdx.x];
   const int lane = static_cast<int>(threadIdx.x) % 32, pieces = p.latent_dim / 8;
   for (int key = static_cast<int>(threadIdx.x) / 32; key < run.count; key += kThreads / 32) {
@@ -226,8 +229,7 @@ bool Expandable(int nope, int rope, int v, int kv_lora) {
 
 void CollectKeys(const CollectKeysParams& p, cudaStream_t stream) {
   if (p.num_runs == 0) return;
-  CollectKernel<<<static_cast<unsigned>(p.num_runs), kThreads, 0, stream>>>(p);
-  CheckLaunch();
+  LaunchEarly(CollectKernel, dim3(static_cast<unsigned>(p.num_runs)), kThreads, 0, stream, p);
 }
 
 void OrderPromptTiles(std::span<PromptTile> tiles, size_t key_bytes) {

@@ -23,7 +23,7 @@ struct KeyRun {
 // A key with a value that is not finite becomes zero, and NaN in its rotated part: rows that see it
 // become NaN by their scores, and those in front of it, whose weight for it is 0, keep their bits
 // (0 · NaN is NaN).
-inline constexpr int kKeysARun = 64;
+inline constexpr int kKeysARun = 16;
 struct CollectKeysParams {
   const bf16* cache;          // [pages, page, latent_dim] of the layer
   const int32_t* page_table;  // [num_seqs, pages_per_seq]

@@ -111,6 +111,7 @@ void CudaBackend::Attention(const Step& step, const AttentionParams& p) {
     rotate.sequence += done;
     rotate.num_tokens = step.num_tokens - planned.num_decode_rows;
   }
+  if (planned.absorbed_rows.count == 0) rotate.absorbed = nullptr;
   RotateAndStore(rotate, stream());
   AttendAbsorbed(step, p, cache);
   // After the absorbed rows, whose range may hold prompts too.

@@ -49,6 +49,27 @@ __device__ void Store(bf16* to, int count, bool wide, const float (&from)[kChunk
   }
 }
 
+// value · scale · weight
+__device__ void Scale(const float* weight, int count, bool wide, float scale,
+                      float (&value)[kChunk]) {
+  if (wide) {  // one by one the lanes' loads would each take a whole sector of the L2
+    const auto* four = reinterpret_cast<const float4*>(weight);
+#pragma unroll
+    for (int i = 0; i < kChunk / 4; ++i) {
+      const float4 w = four[i];
+      value[4 * i] = value[4 * i] * scale * w.x;
+      value[4 * i + 1] = value[4 * i + 1] * scale * w.y;
+      value[4 * i + 2] = value[4 * i + 2] * scale * w.z;
+      value[4 * i + 3] = value[4 * i + 3] * scale * w.w;
+    }
+    return;
+  }
+#pragma unroll
+  for (int i = 0; i < kChunk; ++i) {
+    if (i < count) value[i] = value[i] * scale * weight[i];
+  }
+}
+
 // Sum over the block in a fixed order; the same value on every thread. Once in a kernel.
 __device__ double BlockSum(double value) {
   __shared__ double warps[32];
@@ -99,10 +120,7 @@ __device__ double SumColumns(const SumAddNormParams& p, int64_t row, int c, bool
 __device__ void NormColumns(const SumAddNormParams& p, int64_t row, int c, bool wide, float scale,
                             float (&value)[kChunk]) {
   const int count = min(kChunk, p.hidden - c);
-#pragma unroll
-  for (int i = 0; i < kChunk; ++i) {
-    if (i < count) value[i] = value[i] * scale * p.weight[c + i];
-  }
+  Scale(p.weight + c, count, wide, scale, value);
   Store(p.normed + row * p.hidden + c, count, wide, value);
 }
 
@@ -156,7 +174,9 @@ __global__ void SumAddNormWideKernel(const SumAddNormParams p, bool wide) {
 }
 
 // One block a row of y; blockIdx.y: which of the two.
-__global__ void RmsNormKernel(const RmsNormParams first, const RmsNormParams second, bool wide) {
+// (__grid_constant__: else both would be copied to every thread's memory to choose one.)
+__global__ void RmsNormKernel(const __grid_constant__ RmsNormParams first,
+                              const __grid_constant__ RmsNormParams second, bool wide) {
   const RmsNormParams& p = blockIdx.y == 0 ? first : second;
   const int64_t i = blockIdx.x;
   LetNextBegin();
@@ -180,10 +200,7 @@ __global__ void RmsNormKernel(const RmsNormParams first, const RmsNormParams sec
   for (int c = threadIdx.x * kChunk; c < p.hidden; c += kThreads * kChunk) {
     const int count = min(kChunk, p.hidden - c);
     Load(x + c, count, wide, value);
-#pragma unroll
-    for (int k = 0; k < kChunk; ++k) {
-      if (k < count) value[k] = value[k] * scale * p.weight[c + k];
-    }
+    Scale(p.weight + c, count, wide, scale, value);
     Store(y + c, count, wide, value);
   }
 }
@@ -271,14 +288,15 @@ unsigned ThreadsOf(int hidden) {
 }
 
 bool WideRows(const SumAddNormParams& p) {
-  bool wide = p.hidden % kChunk == 0 && Aligned(p.residual) && Aligned(p.normed);
+  bool wide =
+      p.hidden % kChunk == 0 && Aligned(p.residual) && Aligned(p.normed) && Aligned(p.weight);
   for (int rank = 0; rank < p.world; ++rank) wide = wide && Aligned(p.partial[rank]);
   return wide;
 }
 
 bool WideRows(const RmsNormParams& p) {
   return p.hidden % kChunk == 0 && p.x_stride % kChunk == 0 && p.y_stride % kChunk == 0 &&
-         Aligned(p.x) && Aligned(p.y);
+         Aligned(p.x) && Aligned(p.y) && Aligned(p.weight);
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-// What the two forms of the experts' product on Hopper share: barriers, bulk copies, tensor maps,
+// What the kernels for Hopper share: barriers, bulk copies, tensor maps,
 // wgmma's bookkeeping, dequantisation. Device code only.
 #pragma once
 
@@ -60,6 +60,15 @@ __device__ inline void LoadTokens(void* to, const CUtensorMap* map, int column, 
       "l"(map), "r"(column), "r"(row), "r"(Address(barrier))
       : "memory");
 }
+// By a map of MakeWeightMap.
+__device__ inline void LoadPermuted(void* to, const CUtensorMap* map, int column, int row_block,
+                                    uint64_t* barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, "
+      "0, 0, 0, %3}], [%4];" ::"r"(Address(to)),
+      "l"(map), "r"(column), "r"(row_block), "r"(Address(barrier))
+      : "memory");
+}
 __device__ inline void FenceWgmma() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ inline void CommitWgmma() {
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
@@ -67,6 +76,12 @@ __device__ inline void CommitWgmma() {
 template <int kPending>
 __device__ inline void WaitWgmma() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
+}
+// Nothing that uses these is moved in front of the wait that came last.
+template <int kCount>
+__device__ __forceinline__ void Settle(float (&values)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(values[i])::"memory");
 }
 // Operand B: K-major rows of 128 bytes, 128-byte swizzle, atoms of 8 rows.
 __device__ inline uint64_t TokenDescriptor(const void* tokens) {

@@ -125,13 +125,6 @@ __device__ float Exp2(float x) {
   return y;
 }
 
-// Nothing that uses these is moved in front of the wait that came last.
-template <int kCount>
-__device__ __forceinline__ void Settle(float (&values)[kCount]) {
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(values[i])::"memory");
-}
-
 constexpr int kFragments = kKeys / 16;
 
 // scores = queries · keysᵀ; begins, and commits one group.

@@ -2,12 +2,12 @@
 // token's routed experts and the shared experts' last product, whose own traffic with memory would
 // be as much again. sm_90a.
 //
-// A block has 256 tokens, whose x stays in shared memory, and a range of the columns, 64 at a time,
-// whose weights pass through a ring of two stages. Four warpgroups hold 64 tokens each. While the
-// product of the columns runs (wgmma), routed rows are on their way from memory; then they are
-// added. For that a thread's accumulators, two neighbouring columns in each of eight places, become
-// eight neighbouring ones in two, so that its accesses have 16 bytes. The warpgroup that is the
-// last to be done with a stage loads it anew.
+// A block has 192 tokens, whose x stays in shared memory, and a range of the columns, 128 at a
+// time. Three warpgroups hold 64 tokens each. While the product of the columns runs (wgmma), the
+// first two routed rows of every token are on their way from memory; then they are added. The
+// weights come in an order (MakeWeightMap) in which a thread's accumulators are eight neighbouring
+// columns in four places, so that its accesses have 16 bytes. When all are done with the weights
+// the first thread fetches the next ones, under the sums.
 #include <cuda.h>
 
 #include <algorithm>
@@ -22,16 +22,16 @@
 namespace statetap::cuda {
 namespace {
 
-constexpr int kTokens = 256, kColumns = 64, kStages = 2;
-constexpr int kMostPanels = 4;  // of kMapColumns of the width
+constexpr int kGroups = 3, kThreads = 128 * kGroups;
+constexpr int kTokens = 64 * kGroups, kColumns = 128;
+constexpr int kParts = kColumns / 32;  // places of a row where a thread has eight columns
+constexpr int kMostPanels = 4;         // of kMapColumns of the width
 constexpr int kTokenPanel = kTokens * 128, kWeightPanel = kColumns * 128;  // bytes
 constexpr int kMostListed = 8;  // routed experts of a token
-constexpr int kThreads = 512, kGroups = kThreads / 128;
 constexpr int kWeightsAt = kMostPanels * kTokenPanel,
-              kListAt = kWeightsAt + kStages * kMostPanels * kWeightPanel,
+              kListAt = kWeightsAt + kMostPanels * kWeightPanel,
               kCountsAt = kListAt + kMostListed * kTokens * 8,
-              kBarriersAt = kCountsAt + kTokens * 4,
-              kSharedBytes = kBarriersAt + (1 + kStages) * 8 + kStages * 4;
+              kBarriersAt = kCountsAt + kTokens * 4, kSharedBytes = kBarriersAt + 3 * 8;
 
 struct Maps2 {
   CUtensorMap x, w;
@@ -45,91 +45,64 @@ struct Listed {  // a routed row of a token
 struct Memory {
   unsigned char* base;
   __device__ unsigned char* tokens() const { return base; }
-  __device__ unsigned char* weights(int stage) const {
-    return base + kWeightsAt + stage * kMostPanels * kWeightPanel;
+  __device__ unsigned char* weights() const { return base + kWeightsAt; }
+  __device__ Listed& listed(int i, int place) const {
+    return reinterpret_cast<Listed*>(base + kListAt)[i * kTokens + place];
   }
-  __device__ Listed* list() const { return reinterpret_cast<Listed*>(base + kListAt); }
   __device__ int* counts() const { return reinterpret_cast<int*>(base + kCountsAt); }
   __device__ uint64_t* barrier(int i) const {
     return reinterpret_cast<uint64_t*>(base + kBarriersAt) + i;
   }
   __device__ uint64_t* full_tokens() const { return barrier(0); }
-  __device__ uint64_t* full(int stage) const { return barrier(1 + stage); }
-  __device__ int* done(int stage) const {  // warpgroups
-    return reinterpret_cast<int*>(barrier(1 + kStages)) + stage;
-  }
+  __device__ uint64_t* full_weights() const { return barrier(1); }
+  __device__ uint64_t* empty_weights() const { return barrier(2); }
 };
 
 template <int kPanels>
-__device__ void LoadWeights(const Maps2& maps, const Memory& memory, int stage, int row) {
-  ExpectBytes(memory.full(stage), kPanels * kWeightPanel);
+__device__ void LoadWeights(const Maps2& maps, const Memory& memory, int row) {
+  ExpectBytes(memory.full_weights(), kPanels * kWeightPanel);
   for (int c = 0; c < kPanels; ++c) {
-    LoadTokens(memory.weights(stage) + c * kWeightPanel, &maps.w, c * kMapColumns, row,
-               memory.full(stage));
+    LoadPermuted(memory.weights() + c * kWeightPanel, &maps.w, c * kMapColumns, row / 32,
+                 memory.full_weights());
   }
 }
 
-// A token's routed rows by expert, ascending; those of other ranks are left out.
-__device__ void ListRows(const SumRowsParams& p, const Memory& memory, int token, int place) {
-  int32_t rows[kMostListed], experts[kMostListed];
-  int count = 0;
-  const int64_t first = static_cast<int64_t>(token) * p.top_k;
+// Each token's routed rows by expert, ascending; those of other ranks are left out. Eight lanes a
+// token.
+__device__ void ListRows(const SumRowsParams& p, const Memory& memory, int first_token) {
 #pragma unroll
-  for (int k = 0; k < kMostListed; ++k) {
+  for (int i = threadIdx.x; i < kTokens * kMostListed; i += kThreads) {
+    const int place = i / kMostListed, k = i % kMostListed, token = first_token + place;
+    const int64_t at = static_cast<int64_t>(token) * p.top_k + k;
     const bool real = token < p.num_tokens && k < p.top_k;
-    rows[k] = real ? p.row_of[first + k] : -1;
-    experts[k] = real ? p.experts[first + k] : 0;
-    count += rows[k] >= 0 ? 1 : 0;
-  }
-#pragma unroll
-  for (int k = 0; k < kMostListed; ++k) {
-    if (rows[k] < 0) continue;
-    int before = 0;
+    const int row = real ? p.row_of[at] : -1, expert = real ? p.experts[at] : 0;
+    const float weight = real ? p.weights[at] : 0;
+    int before = 0, count = 0;
 #pragma unroll
     for (int other = 0; other < kMostListed; ++other) {
-      const bool lower = experts[other] < experts[k] || (experts[other] == experts[k] && other < k);
-      before += rows[other] >= 0 && lower ? 1 : 0;
+      const int other_row = __shfl_sync(0xffffffffu, row, other, kMostListed),
+                other_expert = __shfl_sync(0xffffffffu, expert, other, kMostListed);
+      if (other_row < 0) continue;
+      ++count;
+      before += other_expert < expert || (other_expert == expert && other < k) ? 1 : 0;
     }
-    memory.list()[before * kTokens + place] = {rows[k], p.weights[first + k]};
-  }
-  memory.counts()[place] = count;
-}
-
-template <int kCount>
-__device__ __forceinline__ void Settle(float (&values)[kCount]) {
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(values[i])::"memory");
-}
-
-// Lane q of four holds pairs 4i + {0, 1} (or 2, 3: eight rows down) of columns 8i + 2q. Then it
-// holds the eight columns 8q of the first 32 at i = 0…3, and of the others at i = 4…7.
-__device__ __forceinline__ void Transpose(float (&d)[kColumns / 2]) {
-  const bool odd = threadIdx.x % 2 != 0, high = threadIdx.x % 4 / 2 != 0;
-#pragma unroll
-  for (int at = 0; at < kColumns / 2; at += 16) {  // four places
-#pragma unroll
-    for (int c = 0; c < 4; ++c) {
-      const auto swap = [&](int i, int j, bool keeps_second, int lanes) {
-        float &a = d[at + 4 * i + c], &b = d[at + 4 * j + c];
-        const float got = __shfl_xor_sync(0xffffffffu, keeps_second ? a : b, lanes);
-        (keeps_second ? a : b) = got;
-      };
-      swap(0, 1, odd, 1);
-      swap(2, 3, odd, 1);
-      swap(0, 2, high, 2);
-      swap(1, 3, high, 2);
-    }
+    if (row >= 0) memory.listed(before, place) = {row, weight};
+    if (k == 0) memory.counts()[place] = count;
   }
 }
 
-// The rows of a thread: `place` and eight on, of the block.
+// The rows of a thread: `place` of the block, which is `token`, and eight on. Its accumulators: of
+// each part four pairs of the first row, and behind each pair one of the second.
 struct Rows {
   int place, token, counts[2], most;  // most: of any lane's rows
 };
+__device__ constexpr int AccumulatorOf(int half, int part, int pair) {
+  return part * 16 + pair * 4 + half * 2;
+}
 
-// What was listed at `i` of both rows, for 8 columns in two places.
+// What was listed at `i` of both rows.
 struct Chunks {
-  uint4 bits[2][2];
+  uint4 bits[2][kParts];
   float weight[2];
 };
 __device__ __forceinline__ void Load(const SumRowsParams& p, const Memory& memory, const Rows& rows,
@@ -137,46 +110,45 @@ __device__ __forceinline__ void Load(const SumRowsParams& p, const Memory& memor
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     if (i >= rows.counts[half]) continue;
-    const Listed listed = memory.list()[i * kTokens + rows.place + half * 8];
+    const Listed listed = memory.listed(i, rows.place + half * 8);
     chunks.weight[half] = listed.weight;
     const bf16* from = p.y + static_cast<int64_t>(listed.row) * p.hidden + column;
 #pragma unroll
-    for (int part = 0; part < 2; ++part)
+    for (int part = 0; part < kParts; ++part)
       chunks.bits[half][part] = __ldcs(reinterpret_cast<const uint4*>(from + part * 32));
   }
 }
 __device__ __forceinline__ void Add(const Rows& rows, int i, const Chunks& chunks,
-                                    float (&d)[kColumns / 2]) {
+                                    float (&sum)[kColumns / 2]) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     if (i >= rows.counts[half]) continue;
 #pragma unroll
-    for (int part = 0; part < 2; ++part) {
+    for (int part = 0; part < kParts; ++part) {
       const auto* pairs = reinterpret_cast<const __nv_bfloat162*>(&chunks.bits[half][part]);
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         const float2 pair = __bfloat1622float2(pairs[j]);
-        float* to = d + part * 16 + j * 4 + half * 2;
+        float* to = sum + AccumulatorOf(half, part, j);
         to[0] = fmaf(chunks.weight[half], pair.x, to[0]);
         to[1] = fmaf(chunks.weight[half], pair.y, to[1]);
       }
     }
   }
 }
-
 __device__ __forceinline__ void Write(const SumRowsParams& p, const Rows& rows, int column,
-                                      const float (&d)[kColumns / 2]) {
+                                      const float (&sum)[kColumns / 2]) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int64_t token = rows.token + half * 8;
     if (token >= p.num_tokens) continue;
 #pragma unroll
-    for (int part = 0; part < 2; ++part) {
+    for (int part = 0; part < kParts; ++part) {
       uint4 bits;
       auto* words = reinterpret_cast<uint32_t*>(&bits);
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
-        const float* from = d + part * 16 + j * 4 + half * 2;
+        const float* from = sum + AccumulatorOf(half, part, j);
         words[j] = Pack(from[0], from[1]);
       }
       *reinterpret_cast<uint4*>(p.partial + token * p.hidden + column + part * 32) = bits;
@@ -184,28 +156,19 @@ __device__ __forceinline__ void Write(const SumRowsParams& p, const Rows& rows, 
   }
 }
 
-// Accumulators = the tokens of a warpgroup · the weights of 64 columns; begins, and commits.
+// Accumulators = the tokens of a warpgroup · the weights of the columns; begins, and commits.
 template <int kPanels>
 __device__ __forceinline__ void BeginProduct(const unsigned char* tokens,
                                              const unsigned char* weights,
-                                             float (&d)[kColumns / 2]) {
+                                             float (&sum)[kColumns / 2]) {
   FenceWgmma();
 #pragma unroll
   for (int i = 0; i < kPanels * 4; ++i) {
-    WgmmaShared<kColumns>::Multiply(d, TokenDescriptor(tokens + i / 4 * kTokenPanel) + i % 4 * 2,
+    WgmmaShared<kColumns>::Multiply(sum, TokenDescriptor(tokens + i / 4 * kTokenPanel) + i % 4 * 2,
                                     TokenDescriptor(weights + i / 4 * kWeightPanel) + i % 4 * 2,
                                     i > 0);
   }
   CommitWgmma();
-}
-
-// Of the warpgroups that are done with a stage.
-__device__ bool IsLast(int* done) {
-  __threadfence_block();
-  if (atomicAdd(done, 1) != kGroups - 1) return false;
-  __threadfence_block();
-  *done = 0;
-  return true;
 }
 
 template <int kPanels>
@@ -221,13 +184,10 @@ __global__ void __launch_bounds__(kThreads, 1)
   LetNextBegin();
   if (thread == 0) {
     InitBarrier(memory.full_tokens(), 1);
-    for (int stage = 0; stage < kStages; ++stage) {
-      InitBarrier(memory.full(stage), 1);
-      *memory.done(stage) = 0;
-    }
+    InitBarrier(memory.full_weights(), 1);
+    InitBarrier(memory.empty_weights(), kGroups);
     asm volatile("fence.mbarrier_init.release.cluster;\nfence.proxy.async;" ::: "memory");
-    for (int tile = 0; tile < min(kStages, tiles); ++tile)
-      LoadWeights<kPanels>(maps, memory, tile, (first_tile + tile) * kColumns);
+    LoadWeights<kPanels>(maps, memory, first_tile * kColumns);
   }
   WaitForEarlier();
   if (thread == 0) {
@@ -237,7 +197,7 @@ __global__ void __launch_bounds__(kThreads, 1)
                  memory.full_tokens());
     }
   }
-  if (thread < kTokens) ListRows(p, memory, first_token + thread, thread);
+  ListRows(p, memory, first_token);
   __syncthreads();
   Rows rows;
   rows.place = group * 64 + thread % 128 / 32 * 16 + lane / 4;
@@ -248,18 +208,20 @@ __global__ void __launch_bounds__(kThreads, 1)
   const unsigned char* tokens = memory.tokens() + group * 64 * 128;
   Wait(memory.full_tokens(), 0);
   for (int tile = 0; tile < tiles; ++tile) {
-    const int stage = tile % kStages, column = (first_tile + tile) * kColumns + lane % 4 * 8;
+    const int column = (first_tile + tile) * kColumns + lane % 4 * 8;
     float sum[kColumns / 2];
     Chunks even, odd;
-    Wait(memory.full(stage), tile / kStages & 1);
-    BeginProduct<kPanels>(tokens, memory.weights(stage), sum);
+    Wait(memory.full_weights(), tile & 1);
+    BeginProduct<kPanels>(tokens, memory.weights(), sum);
     Load(p, memory, rows, 0, column, even);
     Load(p, memory, rows, 1, column, odd);
     WaitWgmma<0>();
     Settle(sum);
-    if (thread % 128 == 0 && tile + kStages < tiles && IsLast(memory.done(stage)))
-      LoadWeights<kPanels>(maps, memory, stage, (first_tile + tile + kStages) * kColumns);
-    Transpose(sum);
+    if (thread % 128 == 0) Arrive(memory.empty_weights());
+    if (thread == 0 && tile + 1 < tiles) {
+      Wait(memory.empty_weights(), tile & 1);
+      LoadWeights<kPanels>(maps, memory, (first_tile + tile + 1) * kColumns);
+    }
     for (int i = 0; i < rows.most; i += 2) {
       Add(rows, i, even, sum);
       Load(p, memory, rows, i + 2, column, even);
@@ -271,12 +233,12 @@ __global__ void __launch_bounds__(kThreads, 1)
 }
 
 // Into how many ranges the columns are cut: the fewest tiles one after the other on a
-// multiprocessor; two more for what a block begins with.
+// multiprocessor; one more for what a block begins with.
 int SplitsOf(int token_tiles, int column_tiles, int processors) {
   int best = 1, least = 0;
   for (int splits = 1; splits <= column_tiles; ++splits) {
     const int rounds = (token_tiles * splits + processors - 1) / processors,
-              cost = rounds * ((column_tiles + splits - 1) / splits + 2);
+              cost = rounds * ((column_tiles + splits - 1) / splits + 1);
     if (splits == 1 || cost < least) {
       best = splits;
       least = cost;
@@ -295,7 +257,7 @@ bool HopperSumProductTakes(int hidden, int width, int top_k) {
 void HopperSumProduct(const SumProductParams& p, cudaStream_t stream) {
   if (p.routed.num_tokens == 0) return;
   const Maps2 maps{MakeTensorMap(p.x, p.routed.num_tokens, p.width, kTokens),
-                   MakeTensorMap(p.w, p.routed.hidden, p.width, kColumns)};
+                   MakeWeightMap(p.w, p.routed.hidden, p.width, kColumns)};
   int device, processors;
   Check(cudaGetDevice(&device));
   Check(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device));
