@@ -256,6 +256,52 @@ TEST(AttendDecodeTest, EqualsPlainArithmeticAtEveryLength) {
   }
 }
 
+// Among many rows a block attends several splits of one, alone it has one: every bit is the same.
+TEST(AttendDecodeTest, ARowDoesNotDependOnHowManyThereAre) {
+  SKIP_WITHOUT_GPU();
+  constexpr int kHeads = 8, kLatent = 576, kLora = 512, kTokens = 150, kPages = 200;
+  std::vector<int32_t> positions, sequence, table;
+  for (int t = 0; t < kTokens; ++t) {
+    positions.push_back(t % 7 == 0 ? static_cast<int>(random_engine() % (kPages * kPageTokens))
+                                   : static_cast<int>(random_engine() % 2200));
+    sequence.push_back(t);
+    for (int page = 0; page < kPages; ++page) table.push_back((page + t) % kPages);
+  }
+  const auto cache = ToBf16(Random(int64_t{kPages} * kPageTokens * kLatent));
+  const auto queries = ToBf16(Random(int64_t{kTokens} * kHeads * kLatent));
+  const DeviceArray<uint16_t> gpu_cache(cache);
+  const DeviceArray<int32_t> gpu_table(table);
+  constexpr size_t kParts = size_t{kSplitTokens} * kMaxSplits * kHeads;
+  DeviceArray<float> sums(kParts * kLora), stats(2 * kParts);
+  const auto attended = [&](int first, int count) {
+    const auto row = size_t{kHeads} * kLatent;
+    const auto from = [&](const auto& values, size_t width) {
+      const auto begin = values.begin() + static_cast<int64_t>(static_cast<size_t>(first) * width);
+      return std::vector(begin, begin + static_cast<int64_t>(static_cast<size_t>(count) * width));
+    };
+    const DeviceArray<uint16_t> gpu_queries(from(queries, row));
+    const DeviceArray<int32_t> gpu_positions(from(positions, 1)), gpu_sequence(from(sequence, 1));
+    DeviceArray<uint16_t> out(static_cast<size_t>(count) * kHeads * kLora);
+    const Stream stream;
+    AttendDecode(
+        {Rows(gpu_queries), Rows(gpu_cache), gpu_positions.data(), gpu_sequence.data(),
+         gpu_table.data(), kPages, count, kHeads, kLatent, kLora, 0.2f,
+         reinterpret_cast<bf16*>(out.data()), sums.data(), reinterpret_cast<float2*>(stats.data())},
+        stream.get());
+    testing::ExpectCuda(cudaStreamSynchronize(stream.get()));
+    return out.Get();
+  };
+  const auto together = attended(0, kTokens);
+  for (const int count : {1, 5, 40}) {
+    for (int first = 0; first + count <= kTokens; first += 37) {
+      const auto some = attended(first, count);
+      EXPECT_TRUE(
+          std::equal(some.begin(), some.end(), together.begin() + int64_t{first} * kHeads * kLora))
+          << count << " rows from " << first << " on";
+    }
+  }
+}
+
 StepPlan DecodePlan(int rows) {
   StepPlan plan;
   plan.num_seqs = rows;

@@ -141,10 +141,10 @@ __host__ __device__ constexpr int PaddedLatent(int latent_dim) {
 }
 
 constexpr int kScoreStride = kKeys + 4, kWeightStride = kKeys + kPad;
-// The queries' place is free once they are in registers: scores by slice, softmax weights and
-// rescales follow there.
+// The queries' place is free once they are in registers: scores by slice, rescales, softmax weights
+// and the factors of a fold follow there.
 constexpr int kSoftmaxBytes =
-    (kSlices * kRows * kScoreStride + kRows) * 4 + kRows * kWeightStride * 2;
+    (kSlices * kRows * kScoreStride + kRows) * 4 + kRows * kWeightStride * 2 + kRows * 8;
 __host__ __device__ constexpr int QueryBytes(int latent_dim) {
   const int bytes = kRows * (PaddedLatent(latent_dim) + kPad) * 2;
   return bytes > kSoftmaxBytes ? bytes : kSoftmaxBytes;
@@ -153,19 +153,34 @@ int SharedBytes(int latent_dim, int stages) {
   return QueryBytes(latent_dim) + stages * kKeys * (PaddedLatent(latent_dim) + kPad) * 2;
 }
 
-// The part of a row's keys: at least two pages, in at most kMaxSplits parts.
+// A row's keys in at most kMaxSplits parts of at least two pages.
 constexpr int kPagesASplit = 2;
-struct Split {
-  int num_splits, first_key, end_key;
+struct Splits {
+  int count, keys;  // keys: of each but the last
 };
-__device__ int PagesEach(int pages) {
-  const int each = (pages + kMaxSplits - 1) / kMaxSplits;
-  return each > kPagesASplit ? each : kPagesASplit;
+__device__ Splits SplitsOf(int position) {
+  const int pages = position / kPageTokens + 1,
+            each = max(kPagesASplit, (pages + kMaxSplits - 1) / kMaxSplits);
+  return {(pages + each - 1) / each, each * kPageTokens};
 }
-__device__ Split SplitOf(int position, int split) {
-  const int pages = position / kPageTokens + 1, each = PagesEach(pages);
-  return {(pages + each - 1) / each, split * each * kPageTokens,
-          min((split + 1) * each * kPageTokens, position + 1)};
+
+// What two sums of softmax are worth when they become one: (maximum a, …) and (maximum b, …).
+struct Fold {
+  float maximum, of_a, of_b;
+};
+__device__ Fold FoldOf(float a, float b) {
+  const float now = fmaxf(a, b);
+  return {now, a == now ? 1.0f : expf(a - now), b == now ? 1.0f : expf(b - now)};
+}
+// The same operations wherever parts are folded. Folded onto nothing (maximum −∞, 0) b keeps its
+// bits.
+__device__ float Folded(float a, float of_a, float b, float of_b) {
+  return fmaf(b, of_b, __fmul_rn(a, of_a));
+}
+
+// Where a token's `part` is, of `splits` splits each, for head 0.
+__device__ int64_t PartOf(const DecodeParams& p, int64_t token, int part, int splits) {
+  return (token * (kMaxSplits / splits) + part) * p.num_heads;
 }
 
 // kRowsLoaded rows of `columns` values, zero behind `valid` rows and behind the columns; 16 bytes
@@ -189,12 +204,13 @@ __device__ void LoadRows(bf16* to, int stride, const bf16* from, int valid, int 
   }
 }
 
-// grid: (token, group of heads, part of the keys). Scores: a warp has 16 keys and a slice of the
-// columns, whose queries stay in registers (kHeld k16 steps). Softmax: a warp has two rows, a lane
-// a key. Output: a warp has its own columns. Keys pass through `stages` stages, loading ahead.
+// grid: (token, group of heads, `splits` parts of the keys, which are folded into one). Scores: a
+// warp has 16 keys and a slice of the columns, whose queries stay in registers (kHeld k16 steps).
+// Softmax: a warp has a row, and one eight on if there are as many heads, a lane a key. Output: a
+// warp has its own columns. Keys pass through `stages` stages, loading ahead.
 template <int kHeld, int kBlocks>
 __global__ void __launch_bounds__(kThreads, kBlocks)
-    DecodeKernel(const DecodeParams p, const int stages) {
+    DecodeKernel(const DecodeParams p, const int splits, const int stages) {
   extern __shared__ __align__(128) unsigned char shared[];
   const int padded = PaddedLatent(p.latent_dim), stride = padded + kPad;
   auto* queries = reinterpret_cast<bf16*>(shared);
@@ -202,30 +218,34 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
   auto* scores = reinterpret_cast<float*>(shared);
   auto* rescale = scores + kSlices * kRows * kScoreStride;
   auto* weights = reinterpret_cast<bf16*>(rescale + kRows);
+  auto* folds = reinterpret_cast<float2*>(weights + kRows * kWeightStride);
   const int token = static_cast<int>(blockIdx.x), first_head = static_cast<int>(blockIdx.y) * kRows;
   const int heads = min(kRows, p.num_heads - first_head);
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
   LetNextBegin();
   WaitForEarlier();
   const int sequence = p.sequence[token];
-  const Split split = SplitOf(p.positions[token], static_cast<int>(blockIdx.z));
-  if (static_cast<int>(blockIdx.z) >= split.num_splits) return;
+  const int first_split = static_cast<int>(blockIdx.z) * splits;
+  const Splits of_row = SplitsOf(p.positions[token]);
+  if (first_split >= of_row.count) return;
+  const int begin = first_split * of_row.keys,
+            end = min((first_split + splits) * of_row.keys, p.positions[token] + 1);
 
   LoadRows<kRows>(
       queries, stride,
       p.absorbed + (static_cast<int64_t>(token) * p.num_heads + first_head) * p.latent_dim, heads,
       p.latent_dim, padded);
   const auto load_keys = [&](int first_key, int stage) {
-    if (first_key < split.end_key) {
+    if (first_key < end) {
       LoadRows<kKeys>(
           keys + stage * kKeys * stride, stride,
           p.cache + CacheRow(p.page_table, p.pages_per_seq, sequence, first_key) * p.latent_dim,
-          min(kKeys, split.end_key - first_key), p.latent_dim, padded);
+          min(kKeys, end - first_key), p.latent_dim, padded);
     }
     CommitCopies();
   };
   // A group of copies for each stage that is waited for; the first has the queries too.
-  for (int i = 0; i + 1 < stages; ++i) load_keys(split.first_key + i * kKeys, i);
+  for (int i = 0; i + 1 < stages; ++i) load_keys(begin + i * kKeys, i);
   if (stages > 2) {
     WaitCopies<2>();
   } else {
@@ -242,11 +262,13 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
                    queries + lane % 16 * stride + (slice * steps + i) * 16 + lane / 16 * 8);
   }
 
-  float out[kColumnTiles][4] = {};
+  // Of a part, and of those before it. Maxima and sums: of rows warp, warp + 8.
+  float out[kColumnTiles][4] = {}, all[kColumnTiles][4] = {};
   const int column_tiles = (p.kv_lora + 7) / 8;
-  float maximum[2] = {-INFINITY, -INFINITY}, sum[2] = {};  // of rows 2 · warp, 2 · warp + 1
-  int stage = 0;
-  for (int first_key = split.first_key; first_key < split.end_key; first_key += kKeys) {
+  float maximum[2] = {-INFINITY, -INFINITY}, sum[2] = {};
+  float all_maximum[2] = {-INFINITY, -INFINITY}, all_sum[2] = {};
+  int stage = 0, part_end = min(begin + of_row.keys, end);
+  for (int first_key = begin; first_key < end; first_key += kKeys) {
     if (stages > 2) {
       WaitCopies<2>();
     } else {
@@ -278,8 +300,9 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
     __syncthreads();
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const int row = warp * 2 + i;
-      const bool seen = first_key + lane < split.end_key;
+      const int row = warp + i * kWarps;
+      if (row >= heads) break;
+      const bool seen = first_key + lane < end;
       const float* at = scores + row * kScoreStride + lane;
       constexpr int kSlice = kRows * kScoreStride;
       const float sliced = ((at[0] + at[kSlice]) + at[2 * kSlice]) + at[3 * kSlice];
@@ -321,13 +344,37 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
         Mma(out[c + 1], a, b[2], b[3]);
       }
     }
+    if (first_key + kKeys < part_end) continue;
+    part_end = min(part_end + of_row.keys, end);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const Fold fold = FoldOf(all_maximum[i], maximum[i]);
+      all_sum[i] = Folded(all_sum[i], fold.of_a, sum[i], fold.of_b);
+      all_maximum[i] = fold.maximum;
+      maximum[i] = -INFINITY;
+      sum[i] = 0;
+      if (lane == 0) folds[warp + i * kWarps] = {fold.of_a, fold.of_b};
+    }
+    __syncthreads();
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float2 fold = folds[lane / 4 + half * 8];
+#pragma unroll
+      for (int c = 0; c < kColumnTiles; ++c) {
+#pragma unroll
+        for (int i = half * 2; i < half * 2 + 2; ++i) {
+          all[c][i] = Folded(all[c][i], fold.x, out[c][i], fold.y);
+          out[c][i] = 0;
+        }
+      }
+    }
   }
 
-  const int64_t part = (static_cast<int64_t>(token) * kMaxSplits + blockIdx.z) * p.num_heads;
+  const int64_t part = PartOf(p, token, static_cast<int>(blockIdx.z), splits);
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    const int row = warp * 2 + i;
-    if (row < heads && lane == 0) p.stats[part + first_head + row] = {maximum[i], sum[i]};
+    const int row = warp + i * kWarps;
+    if (row < heads && lane == 0) p.stats[part + first_head + row] = {all_maximum[i], all_sum[i]};
   }
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
@@ -339,7 +386,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
       const int column = (c / 2 * kWarps + warp) * 16 + c % 2 * 8 + lane % 4 * 2;
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        if (column + i < p.kv_lora) to[column + i] = out[c][half * 2 + i];
+        if (column + i < p.kv_lora) to[column + i] = all[c][half * 2 + i];
       }
     }
   }
@@ -347,80 +394,122 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
 
 constexpr int kCombineThreads = 128;
 
-// grid: (token, head). The parts of a row, in ascending order.
-__global__ void __launch_bounds__(kCombineThreads) CombineKernel(const DecodeParams p) {
-  __shared__ float factors[kMaxSplits], sums[kMaxSplits];
+__device__ float FoldedAll(float a, float of_a, float b, float of_b) {
+  return Folded(a, of_a, b, of_b);
+}
+__device__ float4 FoldedAll(float4 a, float of_a, float4 b, float of_b) {
+  return {Folded(a.x, of_a, b.x, of_b), Folded(a.y, of_a, b.y, of_b), Folded(a.z, of_a, b.z, of_b),
+          Folded(a.w, of_a, b.w, of_b)};
+}
+
+// grid: (token, head). A row's parts, of `splits` splits each: those of kFolded splits are folded,
+// then these, ascending both.
+__global__ void __launch_bounds__(kCombineThreads)
+    CombineKernel(const DecodeParams p, const int splits) {
+  __shared__ float2 inner[kMaxSplits], outer[kMaxSplits];
+  __shared__ float sums[kMaxSplits];
   const int64_t token = blockIdx.x, head = blockIdx.y;
-  const int thread = static_cast<int>(threadIdx.x);
+  const int thread = static_cast<int>(threadIdx.x), together = kFolded / splits;
   LetNextBegin();
   WaitForEarlier();
-  const int num_splits = SplitOf(p.positions[token], 0).num_splits;
-  const auto part = [&](int split) { return (token * kMaxSplits + split) * p.num_heads + head; };
+  const int num_parts = (SplitsOf(p.positions[token]).count + splits - 1) / splits;
+  const int64_t first = PartOf(p, token, 0, splits) + head;
   if (thread < 32) {
-    static_assert(kMaxSplits == 64, "two parts a lane");
-    float2 of[2];
+    static_assert(kMaxSplits == 64 && 32 % kFolded == 0, "two parts a lane, groups in one warp");
+    float before = -INFINITY;  // the largest of earlier groups
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const int split = thread + i * 32;
-      of[i] = split < num_splits ? p.stats[part(split)] : make_float2(-INFINITY, 0.0f);
-    }
-    float largest = fmaxf(of[0].x, of[1].x);
-    for (int offset = 16; offset > 0; offset /= 2)
-      largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, offset));
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const float factor = of[i].x == largest ? 1.0f : expf(of[i].x - largest);
-      factors[thread + i * 32] = factor;
-      sums[thread + i * 32] = of[i].y * factor;
+      const int part = thread + i * 32, lane = part % together;
+      const float2 of = part < num_parts ? p.stats[first + part * int64_t{p.num_heads}]
+                                         : make_float2(-INFINITY, 0.0f);
+      // Maxima up to this part, within its group, and over groups.
+      float until = of.x;
+      for (int offset = 1; offset < together; offset *= 2) {
+        const float other = __shfl_up_sync(0xffffffffu, until, offset);
+        if (lane >= offset) until = fmaxf(until, other);
+      }
+      const float earlier = __shfl_up_sync(0xffffffffu, until, 1);
+      const Fold in_group = FoldOf(lane > 0 ? earlier : -INFINITY, of.x);
+      float groups =
+          __shfl_sync(0xffffffffu, until, part / together * together % 32 + together - 1);
+      const float group = groups;
+      for (int offset = together; offset < 32; offset *= 2) {
+        const float other = __shfl_up_sync(0xffffffffu, groups, offset);
+        if (thread >= offset) groups = fmaxf(groups, other);
+      }
+      const float earlier_groups = __shfl_up_sync(0xffffffffu, groups, together);
+      const Fold of_group =
+          FoldOf(fmaxf(before, thread >= together ? earlier_groups : -INFINITY), group);
+      before = fmaxf(before, __shfl_sync(0xffffffffu, groups, 31));
+      inner[part] = {in_group.of_a, in_group.of_b};
+      outer[part] = {of_group.of_a, of_group.of_b};
+      sums[part] = of.y;
     }
   }
   __syncthreads();
-  float total = 0;
-  for (int split = 0; split < num_splits; ++split) total += sums[split];
+  // The loads of several parts come together, then their folds, one after the other.
+  const auto fold = [&](const auto& value_of) {
+    decltype(value_of(0)) all{}, values[kFolded];
+    for (int base = 0; base < num_parts; base += kFolded) {
+#pragma unroll
+      for (int i = 0; i < kFolded; ++i) {
+        if (base + i < num_parts) values[i] = value_of(base + i);
+      }
+      decltype(value_of(0)) group{};
+#pragma unroll
+      for (int i = 0; i < kFolded; ++i) {
+        if (base + i >= num_parts) break;
+        const float2 in_group = inner[base + i], of_all = outer[base + i];
+        if (together > 1) {
+          group = FoldedAll(group, in_group.x, values[i], in_group.y);
+        } else {
+          all = FoldedAll(all, of_all.x, values[i], of_all.y);
+        }
+      }
+      if (together > 1) all = FoldedAll(all, outer[base].x, group, outer[base].y);
+    }
+    return all;
+  };
+  const float total = fold([&](int part) { return sums[part]; });
   bf16* to = p.out + (token * p.num_heads + head) * p.kv_lora;
-  const float* from = p.parts + part(0) * p.kv_lora;
+  const float* from = p.parts + first * p.kv_lora;
   const int64_t stride = static_cast<int64_t>(p.num_heads) * p.kv_lora;  // to the next part
   if (p.kv_lora % 4 == 0) {
     for (int column = thread * 4; column < p.kv_lora; column += kCombineThreads * 4) {
-      float4 out = {0, 0, 0, 0};
-#pragma unroll 8
-      for (int split = 0; split < num_splits; ++split) {
-        const float4 v = *reinterpret_cast<const float4*>(from + split * stride + column);
-        const float factor = factors[split];
-        out.x += v.x * factor;
-        out.y += v.y * factor;
-        out.z += v.z * factor;
-        out.w += v.w * factor;
-      }
+      const float4 out = fold([&](int part) {
+        return *reinterpret_cast<const float4*>(from + part * stride + column);
+      });
       *reinterpret_cast<uint2*>(to + column) = {Pack(out.x / total, out.y / total),
                                                 Pack(out.z / total, out.w / total)};
     }
     return;
   }
   for (int column = thread; column < p.kv_lora; column += kCombineThreads) {
-    float out = 0;
-    for (int split = 0; split < num_splits; ++split)
-      out += from[split * stride + column] * factors[split];
+    const float out = fold([&](int part) { return from[part * stride + column]; });
     to[column] = __float2bfloat16_rn(out / total);
   }
 }
 
-template <int kHeld, int kBlocks>
-void LaunchDecode(const DecodeParams& p, unsigned splits, cudaStream_t stream) {
-  const dim3 grid(static_cast<unsigned>(p.num_tokens),
-                  static_cast<unsigned>((p.num_heads + kRows - 1) / kRows), splits);
-  int device, processors, limit;
+int Processors() {
+  int device, processors;
   Check(cudaGetDevice(&device));
   Check(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device));
+  return processors;
+}
+
+template <int kHeld, int kBlocks>
+void LaunchDecode(const DecodeParams& p, dim3 grid, int splits, cudaStream_t stream) {
+  int device, limit;
+  Check(cudaGetDevice(&device));
   Check(cudaDeviceGetAttribute(&limit, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
   // A block that has its multiprocessor to itself loads further ahead.
   int stages = 2;
-  if (int64_t{grid.x} * grid.y * grid.z <= processors && SharedBytes(p.latent_dim, 4) <= limit)
+  if (int64_t{grid.x} * grid.y * grid.z <= Processors() && SharedBytes(p.latent_dim, 4) <= limit)
     stages = 4;
   const int bytes = SharedBytes(p.latent_dim, stages);
   auto* kernel = DecodeKernel<kHeld, kBlocks>;
   Check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
-  LaunchEarly(kernel, grid, kThreads, static_cast<size_t>(bytes), stream, p, stages);
+  LaunchEarly(kernel, grid, kThreads, static_cast<size_t>(bytes), stream, p, splits, stages);
 }
 
 }  // namespace
@@ -448,19 +537,25 @@ void AttendDecode(const DecodeParams& params, cudaStream_t stream) {
          std::to_string(kMaxLatent));
   }
   const int steps = PaddedLatent(p.latent_dim) / 16 / kSlices;
-  // At most so many parts, whatever the positions.
-  const auto splits = static_cast<unsigned>(
-      std::min(kMaxSplits, (p.pages_per_seq + kPagesASplit - 1) / kPagesASplit));
-  for (int left = params.num_tokens; left > 0; left -= kSplitTokens) {
-    p.num_tokens = std::min(left, kSplitTokens);
+  const int head_groups = (p.num_heads + kRows - 1) / kRows;
+  // At most so many splits, whatever the positions.
+  const int most = std::min(kMaxSplits, (p.pages_per_seq + kPagesASplit - 1) / kPagesASplit);
+  for (int left = params.num_tokens; left > 0; left -= p.num_tokens) {
+    // A block a split fills the GPU with few rows; with many a block has kFolded of them, so that
+    // it is seldom at a beginning or an end, and writes an eighth. The bits are the same.
+    const int folded = (most + kFolded - 1) / kFolded,
+              splits = int64_t{left} * head_groups * folded >= Processors() ? kFolded : 1;
+    p.num_tokens = std::min(left, kSplitTokens * splits);
+    const dim3 grid(static_cast<unsigned>(p.num_tokens), static_cast<unsigned>(head_groups),
+                    static_cast<unsigned>(splits == 1 ? most : folded));
     if (steps <= 9) {
-      LaunchDecode<9, 2>(p, splits, stream);
+      LaunchDecode<9, 2>(p, grid, splits, stream);
     } else {
-      LaunchDecode<32, 1>(p, splits, stream);
+      LaunchDecode<32, 1>(p, grid, splits, stream);
     }
     LaunchEarly(CombineKernel,
                 dim3(static_cast<unsigned>(p.num_tokens), static_cast<unsigned>(p.num_heads)),
-                kCombineThreads, 0, stream, p);
+                kCombineThreads, 0, stream, p, splits);
     const int64_t rows = int64_t{p.num_tokens} * p.num_heads;
     p.absorbed += rows * p.latent_dim;
     p.out += rows * p.kv_lora;

@@ -24,11 +24,12 @@ bool Absorbable(int nope, int rope, int kv_lora);
 void RotateAndAbsorb(const RotateAndAbsorbParams& params, cudaStream_t stream);
 
 // out[t][h] = sum over j ≤ position of softmax_j(scale · absorbed[t][h] · cache[j]) · c[j].
-// The keys of a row in parts that blocks attend at once, kDecodeKeys of them at a time, ascending,
-// with a running maximum; softmax in fp32, its weights rounded to bf16 for the product. Where a
-// row's keys are cut depends on its own position alone; so do its bits.
-inline constexpr int kMaxSplits = 64;
-inline constexpr int kSplitTokens = 64;  // at once; more are done in rounds
+// The keys of a row in splits, 32 keys at a time, ascending, with a running maximum; softmax in
+// fp32, its weights rounded to bf16 for the product. kFolded splits become one by their maxima and
+// sums, ascending, then these (online softmax, Milakov and Gimelshein 2018). Where a row's keys are
+// cut depends on its own position alone; so do its bits.
+inline constexpr int kMaxSplits = 64, kFolded = 8;
+inline constexpr int kSplitTokens = 64;  // at once, kFolded times as many where blocks fold
 struct DecodeParams {
   const bf16* absorbed;                            // [num_tokens, num_heads, latent_dim]
   const bf16* cache;                               // [pages, page, latent_dim] of the layer
@@ -39,8 +40,8 @@ struct DecodeParams {
   int num_tokens, num_heads, latent_dim, kv_lora;  // kv_lora ≤ 512
   float scale;
   bf16* out;      // [num_tokens, num_heads, kv_lora]
-  float* parts;   // [kSplitTokens, kMaxSplits, num_heads, kv_lora]
-  float2* stats;  // [kSplitTokens, kMaxSplits, num_heads]: maximum, sum
+  float* parts;   // [kSplitTokens · kMaxSplits, num_heads, kv_lora]
+  float2* stats;  // [kSplitTokens · kMaxSplits, num_heads]: maximum, sum
 };
 void AttendDecode(const DecodeParams& params, cudaStream_t stream);
 
