@@ -153,6 +153,11 @@ void AddOptions(CLI::App& app, ServerConfig& config, double& kv_cache_gib, std::
                  "After SIGTERM: how long running samples may take to finish")
       ->check(CLI::Range(0, 86400))
       ->capture_default_str();
+  app.add_option("--engine-failure", config.engine_failure,
+                 "stay: stored states are served on and jobs wait; exit: end with 1, for whoever "
+                 "starts the server again")
+      ->check(CLI::IsMember({"stay", "exit"}))
+      ->capture_default_str();
 }
 
 }  // namespace

@@ -24,6 +24,7 @@ struct ServerConfig {
   uint64_t max_shard_bytes = 0;  // 0: no bound
   bool retain_until_acknowledged = false;
   int drain_seconds = 60;
+  std::string engine_failure = "stay";  // or "exit"
 };
 
 struct ParsedArguments {

@@ -36,14 +36,18 @@ class SignalWaiter {
   void Wait() { serving_.wait(true); }
   // Before: a signal ends the process at once, there is nothing to drain.
   void StartServing() { started_ = true; }
+  // Ends Wait without a signal. From any thread.
+  void Stop() {
+    serving_ = false;
+    serving_.notify_all();
+  }
 
  private:
   void Watch() {
     int number = 0;
     sigwait(&signals_, &number);
     if (!started_) _exit(128 + number);
-    serving_ = false;
-    serving_.notify_all();
+    Stop();
     sigwait(&signals_, &number);
     LogWarning("ended by a second signal");
     _exit(128 + number);
@@ -110,6 +114,12 @@ absl::Status Serve(ServerConfig& config, SignalWaiter& signals) {
   options.runner.max_shard_bytes = static_cast<int64_t>(config.max_shard_bytes);
   if (config.retain_until_acknowledged)
     options.runner.retain = JobRunner::Options::Retain::kUntilAcknowledged;
+  std::atomic<bool> failed{false};
+  options.engine_failed = [&] {
+    if (config.engine_failure != "exit") return;
+    failed = true;
+    signals.Stop();
+  };
   STATETAP_ASSIGN_OR_RETURN(const std::unique_ptr<Server> server,
                             Server::Start(options, std::move(model), *engine));
   signals.StartServing();
@@ -119,6 +129,11 @@ absl::Status Serve(ServerConfig& config, SignalWaiter& signals) {
              engine->options().ranks, engine->options().backend);
   std::fflush(stdout);
   signals.Wait();
+  if (failed) {
+    server->Drain(std::chrono::seconds(0));
+    LogError("ends as the engine has failed (--engine-failure exit)");
+    _exit(1);  // a rank that is stuck would be waited for
+  }
   LogInfo("draining for at most {} s; a second signal ends at once", config.drain_seconds);
   server->Drain(std::chrono::seconds(config.drain_seconds));
   LogInfo("drained");

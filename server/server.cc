@@ -151,7 +151,10 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(const Options& options, Se
       JobStore::Open(options.data / "statetap.db", {.verify_counts = options.verify_counts}));
   auto impl = std::make_unique<Impl>(options, std::move(model), engine, std::move(store));
   JobRunner::Options runner_options = options.runner;
-  runner_options.engine_failed = [raw = impl.get()] { raw->UpdateHealth(); };
+  runner_options.engine_failed = [raw = impl.get(), then = options.engine_failed] {
+    raw->UpdateHealth();
+    if (then) then();
+  };
   STATETAP_ASSIGN_OR_RETURN(impl->runner, JobRunner::Start(*impl->store, impl->model, engine,
                                                            impl->folders, runner_options));
   std::unique_ptr<Server> server(new Server(std::move(impl)));

@@ -4,6 +4,7 @@
 
 #include <chrono>
 #include <filesystem>
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -37,6 +38,8 @@ class Server {
     std::string http_token;  // of the web page; empty: it only reads
     JobRunner::Options runner;
     bool verify_counts = false;  // JobStore::Options
+    // Once, on the engine's thread, after health says so: no sample will run here any more.
+    std::function<void()> engine_failed;
   };
   // Serves when it returns. ALREADY_EXISTS where a port is taken. `engine` outlives the server.
   static absl::StatusOr<std::unique_ptr<Server>> Start(const Options& options, ServedModel model,

@@ -74,6 +74,7 @@ TEST(ServerConfigTest, WrongUsageExitsWithTwoAndSaysWhatIsNear) {
   wrong({"--model", "m", "--data", "d", "--tp", "0"}, "--tp");
   wrong({"--model", "m", "--data", "d", "--listen", "nowhere"}, "--listen");
   wrong({"--model", "m", "--data", "d", "--backend", "tpu"}, "--backend");
+  wrong({"--model", "m", "--data", "d", "--engine-failure", "restart"}, "--engine-failure");
   for (const char* flag : {"--inner-eps", "--kv-cache-gib", "--host-buffer-gib"}) {
     for (const char* value : {"nan", "inf", "-inf", "0", "-1", "1e300", "x"})
       wrong({"--model", "m", "--data", "d", flag, value}, flag);

@@ -148,6 +148,9 @@ TEST_F(ServerLifeTest, FailedEngineIsUnavailable) {
     return false;
   };
   EXPECT_TRUE(grpc_health(""));
+  for (int i = 0; i < 500 && engine_failures_ == 0; ++i)
+    std::this_thread::sleep_for(std::chrono::milliseconds(5));
+  EXPECT_EQ(engine_failures_, 1);
   EXPECT_TRUE(grpc_health("\x0a\x10statetap.v1.Jobs"));
 }
 

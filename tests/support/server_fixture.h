@@ -3,6 +3,7 @@
 
 #include <grpcpp/grpcpp.h>
 
+#include <atomic>
 #include <memory>
 #include <string>
 #include <vector>
@@ -25,6 +26,7 @@ class ServerFixture : public ::testing::Test {
     options.data = dir_.path();
     options.http = "127.0.0.1:0";
     options.verify_counts = true;
+    options.engine_failed = [this] { ++engine_failures_; };
     auto server = Server::Start(options, model, *engine_);
     ASSERT_OK(server);
     server_ = *std::move(server);
@@ -73,6 +75,7 @@ class ServerFixture : public ::testing::Test {
   }
 
   TempDir dir_;
+  std::atomic<int> engine_failures_{0};
   std::unique_ptr<FakeEngine> engine_;
   std::unique_ptr<Server> server_;
   std::shared_ptr<grpc::Channel> channel_;
