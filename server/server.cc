@@ -125,8 +125,9 @@ absl::Status Server::Impl::ServeHttp(const Options& options) {
     std::string text = "ok";
     for (const ShardFolders::Root& root : folders.roots())
       if (!root.failure.empty())
-        text += fmt::format("; shard folder {} is out of use until a restart: {}",
-                            root.path.string(), root.failure);
+        text += fmt::format("; shard folder {} {}: {}", root.path.string(),
+                            root.out_of_use ? "is out of use until a restart" : "cannot be written",
+                            root.failure);
     return {true, text};
   };
   handlers.metrics = [metrics = std::make_shared<Metrics>(*store, *runner, model, folders,

@@ -105,7 +105,7 @@ absl::StatusOr<int> Delete(Context& context, const std::string& job, bool yes) {
                               context.Confirm(fmt::format(
                                   "Delete {} \"{}\" with {} stored samples, {} in {}?", state.id(),
                                   Printable(state.name()), FormatCount(state.counts().stored()),
-                                  FormatBytes(state.bytes()), state.shards_path())));
+                                  FormatBytes(state.bytes()), ShardsPaths(state))));
     if (!confirmed) {
       context.Say("nothing was deleted");
       return kExitFailed;

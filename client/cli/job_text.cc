@@ -86,6 +86,10 @@ std::string StateName(v1::JobState state) {
   return value == nullptr ? std::to_string(state) : EnumName(*value);
 }
 
+std::string ShardsPaths(const v1::Job& job) {
+  return fmt::format("{}", fmt::join(job.shards_paths(), ", "));
+}
+
 std::string DescribeJob(const v1::Job& job) {
   std::string text =
       fmt::format("job {} ({}) {}\n", job.id(), Printable(job.name()), StateName(job.state()));
@@ -97,7 +101,7 @@ std::string DescribeJob(const v1::Job& job) {
   Line(text, "specials", DescribeSpecials(job));
   Line(text, "times", DescribeTimes(job));
   if (job.bytes() > 0)
-    Line(text, "shards", fmt::format("{} ({})", job.shards_path(), FormatBytes(job.bytes())));
+    Line(text, "shards", fmt::format("{} ({})", ShardsPaths(job), FormatBytes(job.bytes())));
   if (job.boundaries_size() > 0)
     Line(text, "boundaries",
          fmt::format("{} (outputs of layers {})", fmt::join(job.boundaries(), ", "),

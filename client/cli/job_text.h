@@ -10,6 +10,8 @@ namespace statetap {
 
 std::string StateName(v1::JobState state);  // "running"
 
+std::string ShardsPaths(const v1::Job& job);  // of all disks
+
 // Several lines: state, counts, tokens, rate, shards, boundaries in both numberings.
 std::string DescribeJob(const v1::Job& job);
 

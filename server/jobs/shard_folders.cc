@@ -65,7 +65,7 @@ absl::StatusOr<std::filesystem::path> ShardFolders::PathFor(
     const Root* best = nullptr;
     std::tuple<bool, std::ptrdiff_t, uintmax_t> best_has;  // room, how idle, free bytes
     for (size_t i = 0; i < roots.size(); ++i) {
-      if (!roots[i].failure.empty()) continue;
+      if (roots[i].out_of_use) continue;
       const std::ptrdiff_t busy_here =
           std::ranges::count_if(busy, [&](const auto& path) { return RootOf(path) == i; });
       const uintmax_t free = Available(roots[i].path);
@@ -87,22 +87,28 @@ bool ShardFolders::TakeOut(const std::filesystem::path& path, const absl::Status
   const size_t root = RootOf(path);
   if (root == roots_.size()) return false;
   const std::lock_guard lock(mutex_);
-  const auto in_use =
-      std::ranges::count_if(roots_, [](const Root& each) { return each.failure.empty(); });
   Root& failed = roots_[root];
-  if (!failed.failure.empty()) return true;
-  if (in_use < 2) return false;
+  if (failed.out_of_use) return true;
   failed.failure = std::string(MessageOf(why));
+  if (std::ranges::count(roots_, false, &Root::out_of_use) < 2) return false;
+  failed.out_of_use = true;
   LogError("shard folder {} is out of use until the server starts again: {}", failed.path.string(),
            failed.failure);
   return true;
+}
+
+void ShardFolders::Written(const std::filesystem::path& path) {
+  const size_t root = RootOf(path);
+  if (root == roots_.size()) return;
+  const std::lock_guard lock(mutex_);
+  if (!roots_[root].out_of_use) roots_[root].failure.clear();
 }
 
 int64_t ShardFolders::FreeBytes() const {
   std::set<dev_t> seen;
   int64_t bytes = 0;
   for (const Root& root : roots()) {
-    if (!root.failure.empty()) continue;
+    if (root.out_of_use) continue;
     struct stat facts {};
     if (::stat(Existing(root.path).c_str(), &facts) != 0 || !seen.insert(facts.st_dev).second)
       continue;
@@ -118,6 +124,17 @@ std::filesystem::path ShardFolders::Folder(const std::string& job) const {
 std::vector<std::filesystem::path> ShardFolders::Folders(const std::string& job) const {
   std::vector<std::filesystem::path> folders;
   for (const Root& root : roots_) folders.push_back(root.path / job);
+  return folders;
+}
+
+std::vector<std::filesystem::path> ShardFolders::FoldersWith(
+    const std::string& job, std::span<const std::string> stored) const {
+  std::vector<std::filesystem::path> folders;
+  for (const std::string& path : stored) {
+    const std::filesystem::path folder = FromStored(path).parent_path();
+    if (std::ranges::find(folders, folder) == folders.end()) folders.push_back(folder);
+  }
+  if (folders.empty()) folders.push_back(Folder(job));
   return folders;
 }
 

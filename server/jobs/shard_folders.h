@@ -30,13 +30,20 @@ class ShardFolders {
   // Something below the root that holds `path` could not be written. Takes that root out; false
   // where it is the last one in use, which stays.
   bool TakeOut(const std::filesystem::path& path, const absl::Status& why);
+  // The shard at `path` is written: what failed below its root before has gone.
+  void Written(const std::filesystem::path& path);
   struct Root {
     std::filesystem::path path;
-    std::string failure;  // empty: in use
+    std::string failure;      // of the last write; empty: none
+    bool out_of_use = false;  // no shard goes there any more
   };
   std::vector<Root> roots() const;
   int64_t FreeBytes() const;  // on all roots in use, each file system once
   std::filesystem::path Folder(const std::string& job) const;  // on the first root
+  // Those that hold any of a job's shards, by their stored paths, in the order in which they come;
+  // Folder(job) where there is no shard.
+  std::vector<std::filesystem::path> FoldersWith(const std::string& job,
+                                                 std::span<const std::string> stored) const;
   std::vector<std::filesystem::path> Folders(const std::string& job) const;
   std::string ToStored(const std::filesystem::path& path) const;
   std::filesystem::path FromStored(const std::string& stored) const;

@@ -291,6 +291,7 @@ absl::Status ShardPipeline::TakeNext(Shard& shard) {
   CountCaptured(*job);
   if (!written.ok()) return Elsewhere(done->path, written.status());
   const ShardSummary& summary = *written;
+  folders_.Written(summary.path);
   const auto note = [&]() -> absl::Status {
     STATETAP_ASSIGN_OR_RETURN(const int64_t next, store_.NextShard(job->key));
     return store_.CommitShard(job->key,

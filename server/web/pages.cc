@@ -206,7 +206,12 @@ std::string Pages::JobFacts(const JobRecord& job) {
                                         fmt::join(outputs, ", ")));
   rows += Row("sampling", fmt::format("temperature {}, top-p {}, seed {}", options.temperature(),
                                       options.top_p(), options.seed()));
-  rows += Row("shards in", EscapeHtml(folders_.Folder(job.id).string()));
+  std::vector<std::string> stored, folders;
+  if (const auto shards = store_.Shards(job.key); shards.ok())
+    for (const ShardRow& shard : *shards) stored.push_back(shard.path);
+  for (const auto& folder : folders_.FoldersWith(job.id, stored))
+    folders.push_back(folder.string());
+  rows += Row("shards in", EscapeHtml(fmt::format("{}", fmt::join(folders, ", "))));
   return "<table>" + rows + "</table>\n";
 }
 

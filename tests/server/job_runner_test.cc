@@ -514,6 +514,7 @@ TEST(JobRunnerTest, FolderThatCannotBeWrittenFailsTheJobAndSaysWhy) {
   EXPECT_EQ(job.counts.rejected, 5);
   EXPECT_THAT(job.message, HasSubstr("5 write"));
   EXPECT_THAT(job.message, HasSubstr((elsewhere / "file").string()));
+  EXPECT_THAT(harness.folders().roots()[0].failure, HasSubstr("file"));
 }
 
 TEST(JobRunnerTest, AFailingDiskIsTakenOutAndItsUnfinishedSamplesRunOnTheOthers) {
@@ -534,6 +535,7 @@ TEST(JobRunnerTest, AFailingDiskIsTakenOutAndItsUnfinishedSamplesRunOnTheOthers)
   EXPECT_EQ(ended.counts.stored, 130);
   const auto roots = harness.folders().roots();
   EXPECT_THAT(roots[0].failure, HasSubstr(job.id));
+  EXPECT_TRUE(roots[0].out_of_use);
   EXPECT_EQ(roots[1].failure, "");
   // Nothing of what was stored before is lost, and the rest lies on the other disk.
   std::filesystem::remove(disks / "one" / job.id);
@@ -615,7 +617,26 @@ TEST(JobRunnerTest, TheLastDiskIsNeverTakenOut) {
   EXPECT_TRUE(folders.TakeOut(disks / "two" / "other", absl::InternalError("EIO")));
   EXPECT_FALSE(folders.TakeOut(disks / "one" / "job", absl::InternalError("EIO")));
   EXPECT_EQ(folders.roots()[1].failure, "EIO");
+  EXPECT_TRUE(folders.roots()[1].out_of_use);
+  // It is tried again, and said until a shard is written.
+  EXPECT_EQ(folders.roots()[0].failure, "EIO");
+  EXPECT_FALSE(folders.roots()[0].out_of_use);
+  folders.Written(disks / "one" / "job" / "shard.h5");
+  folders.Written(disks / "two" / "job" / "shard.h5");
   EXPECT_EQ(folders.roots()[0].failure, "");
+  EXPECT_EQ(folders.roots()[1].failure, "EIO");
+}
+
+TEST(JobRunnerTest, AJobsFoldersAreThoseOfItsShards) {
+  testing::TempDir data, disks;
+  const ShardFolders folders(data.path(), {disks / "one", data / "two"});
+  using Paths = std::vector<std::filesystem::path>;
+  EXPECT_EQ(folders.FoldersWith("job", {}), Paths({disks / "one" / "job"}));
+  const std::vector<std::string> stored = {folders.ToStored(data / "two" / "job" / "shard-1.h5"),
+                                           folders.ToStored(disks / "one" / "job" / "shard-2.h5"),
+                                           folders.ToStored(data / "two" / "job" / "shard-3.h5")};
+  EXPECT_EQ(folders.FoldersWith("job", stored),
+            Paths({data / "two" / "job", disks / "one" / "job"}));
 }
 
 TEST(JobRunnerTest, FailedWriteWaitsAndGoesOnWhenMended) {
@@ -641,6 +662,7 @@ TEST(JobRunnerTest, FailedWriteWaitsAndGoesOnWhenMended) {
   std::filesystem::remove_all(blocked);
   const JobRecord done = harness.WaitForEnd(job);
   EXPECT_EQ(done.counts.stored, 130);
+  EXPECT_EQ(harness.folders().roots()[0].failure, "");
   EXPECT_EQ(harness.Checksums(job).size(), 130u);
   EXPECT_EQ(harness.BufferedInTheEnd(), 0);
 }
