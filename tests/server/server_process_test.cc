@@ -4,6 +4,7 @@
 #include <grpcpp/grpcpp.h>
 #include <sys/resource.h>
 
+#include <fstream>
 #include <functional>
 #include <map>
 #include <memory>
@@ -167,6 +168,40 @@ TEST(ServerProcessTest, SecondSignalEndsAtOnce) {
   server.Signal(SIGTERM);
   EXPECT_EQ(server.WaitForExit(), 128 + SIGTERM);
 }
+
+TEST(ServerProcessTest, ACacheThatHoldsLessThanAStepIsSaid) {
+  TempDir data, logs;
+  std::vector<std::string> arguments = Arguments(data);
+  arguments.insert(arguments.end(), {"--backend", "cpu", "--kv-cache-gib", "0.0005"});
+  ServerProcess server(arguments, logs.path());
+  ASSERT_NE(server.WaitUntilReady(), "");
+  EXPECT_THAT(server.Errors(), HasSubstr("--kv-cache-gib holds 192 tokens at once, fewer than"));
+  server.Signal(SIGTERM);
+  EXPECT_EQ(server.WaitForExit(), 0);
+}
+
+#ifdef STATETAP_FAILING_MALLOC
+// Fault class 31, with a supervisor: the server ends, and the next one goes on.
+TEST(ServerProcessTest, EndsWhenTheEngineHasFailedWhereThatIsAsked) {
+  TempDir data, logs;
+  const std::filesystem::path fails = logs / "fails";
+  setenv("STATETAP_FAIL_MALLOC", fails.c_str(), 1);
+  setenv("LD_PRELOAD", STATETAP_FAILING_MALLOC, 1);
+  std::vector<std::string> arguments = Arguments(data);
+  arguments.insert(arguments.end(), {"--backend", "cpu", "--engine-failure", "exit"});
+  ServerProcess server(arguments, logs.path());
+  unsetenv("LD_PRELOAD");
+  const std::string address = server.WaitUntilReady();
+  ASSERT_NE(address, "");
+  std::ofstream(fails) << "from here on";
+  const std::string id = Client(address).Submit();
+  EXPECT_EQ(server.WaitForExit(), 1) << server.Errors();
+  EXPECT_THAT(server.Errors(), HasSubstr("the engine has failed: rank 0 failed: std::bad_alloc"));
+  ServerProcess next(arguments, logs.path());
+  Client client(next.WaitUntilReady());
+  EXPECT_EQ(client.WaitForEnd(id).counts().stored(), kSamples);
+}
+#endif
 
 // A limit on the size of files (ulimit -f) is a failed write: the job waits, the server goes on.
 TEST(ServerProcessTest, FileSizeLimitMakesTheJobWait) {
