@@ -114,12 +114,8 @@ absl::Status Serve(ServerConfig& config, SignalWaiter& signals) {
   options.runner.max_shard_bytes = static_cast<int64_t>(config.max_shard_bytes);
   if (config.retain_until_acknowledged)
     options.runner.retain = JobRunner::Options::Retain::kUntilAcknowledged;
-  std::atomic<bool> failed{false};
-  options.engine_failed = [&] {
-    if (config.engine_failure != "exit") return;
-    failed = true;
-    signals.Stop();
-  };
+  const bool exits = config.engine_failure == "exit";
+  if (exits) options.engine_failed = [&] { signals.Stop(); };
   STATETAP_ASSIGN_OR_RETURN(const std::unique_ptr<Server> server,
                             Server::Start(options, std::move(model), *engine));
   signals.StartServing();
@@ -129,7 +125,7 @@ absl::Status Serve(ServerConfig& config, SignalWaiter& signals) {
              engine->options().ranks, engine->options().backend);
   std::fflush(stdout);
   signals.Wait();
-  if (failed) {
+  if (exits && !server->runner().engine_status().ok()) {
     server->Drain(std::chrono::seconds(0));
     LogError("ends as the engine has failed (--engine-failure exit)");
     _exit(1);  // a rank that is stuck would be waited for

@@ -128,10 +128,10 @@ std::vector<std::filesystem::path> ShardFolders::Folders(const std::string& job)
 }
 
 std::vector<std::filesystem::path> ShardFolders::FoldersWith(
-    const std::string& job, std::span<const std::string> stored) const {
+    const std::string& job, std::span<const ShardRow> shards) const {
   std::vector<std::filesystem::path> folders;
-  for (const std::string& path : stored) {
-    const std::filesystem::path folder = FromStored(path).parent_path();
+  for (const ShardRow& shard : shards) {
+    const std::filesystem::path folder = FromStored(shard.path).parent_path();
     if (std::ranges::find(folders, folder) == folders.end()) folders.push_back(folder);
   }
   if (folders.empty()) folders.push_back(Folder(job));

@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "extractor/base/status.h"
+#include "server/store/job_store.h"
 
 namespace statetap {
 
@@ -40,10 +41,10 @@ class ShardFolders {
   std::vector<Root> roots() const;
   int64_t FreeBytes() const;  // on all roots in use, each file system once
   std::filesystem::path Folder(const std::string& job) const;  // on the first root
-  // Those that hold any of a job's shards, by their stored paths, in the order in which they come;
-  // Folder(job) where there is no shard.
+  // Those that hold any of a job's shards, in the order in which they come; Folder(job) where there
+  // is no shard.
   std::vector<std::filesystem::path> FoldersWith(const std::string& job,
-                                                 std::span<const std::string> stored) const;
+                                                 std::span<const ShardRow> shards) const;
   std::vector<std::filesystem::path> Folders(const std::string& job) const;
   std::string ToStored(const std::filesystem::path& path) const;
   std::filesystem::path FromStored(const std::string& stored) const;

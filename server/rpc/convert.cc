@@ -75,9 +75,7 @@ v1::Job ToProto(const JobRecord& job, const JobRunner::Live& live, const ServedM
   proto.set_created_unix_ms(job.created_ms);
   proto.set_started_unix_ms(job.started_ms);
   proto.set_ended_unix_ms(job.ended_ms);
-  std::vector<std::string> stored;
-  for (const ShardRow& shard : shards) stored.push_back(shard.path);
-  for (const std::filesystem::path& folder : folders.FoldersWith(job.id, stored))
+  for (const std::filesystem::path& folder : folders.FoldersWith(job.id, shards))
     proto.add_shards_paths(folder.string());
   proto.set_shards_path(proto.shards_paths(0));
   for (const int boundary : BoundariesOf(options, model.config.num_layers)) {

@@ -183,7 +183,7 @@ Pages::Page Pages::Jobs() {
   return Page("Jobs", Live::kYes, body);
 }
 
-std::string Pages::JobFacts(const JobRecord& job) {
+std::string Pages::JobFacts(const JobRecord& job, std::span<const ShardRow> shards) {
   const JobRunner::Live live = runner_.LiveOf(job.key);
   const JobCounts& c = job.counts;
   v1::JobOptions options;
@@ -206,20 +206,17 @@ std::string Pages::JobFacts(const JobRecord& job) {
                                         fmt::join(outputs, ", ")));
   rows += Row("sampling", fmt::format("temperature {}, top-p {}, seed {}", options.temperature(),
                                       options.top_p(), options.seed()));
-  std::vector<std::string> stored, folders;
-  if (const auto shards = store_.Shards(job.key); shards.ok())
-    for (const ShardRow& shard : *shards) stored.push_back(shard.path);
-  for (const auto& folder : folders_.FoldersWith(job.id, stored))
+  std::vector<std::string> folders;
+  for (const auto& folder : folders_.FoldersWith(job.id, shards))
     folders.push_back(folder.string());
   rows += Row("shards in", EscapeHtml(fmt::format("{}", fmt::join(folders, ", "))));
   return "<table>" + rows + "</table>\n";
 }
 
-std::string Pages::ShardsTable(const JobRecord& job) {
-  const absl::StatusOr<std::vector<ShardRow>> shards = store_.Shards(job.key);
-  if (!shards.ok() || shards->empty()) return "<p>No committed shards yet.</p>\n";
+std::string Pages::ShardsTable(std::span<const ShardRow> shards) {
+  if (shards.empty()) return "<p>No committed shards yet.</p>\n";
   std::vector<std::vector<std::string>> rows;
-  for (const ShardRow& shard : *shards) {
+  for (const ShardRow& shard : shards) {
     rows.push_back({EscapeHtml(folders_.FromStored(shard.path).filename().string()),
                     fmt::format("{}", shard.samples), fmt::format("{}", shard.rows),
                     FormatBytes(shard.bytes), EscapeHtml(shard.digest),
@@ -249,7 +246,8 @@ std::string Pages::RejectedTable(const JobRecord& job) {
 
 absl::StatusOr<Pages::Page> Pages::Job(const std::string& id, bool may_change) {
   STATETAP_ASSIGN_OR_RETURN(const JobRecord job, store_.GetJob(id));
-  std::string body = JobFacts(job);
+  const std::vector<ShardRow> shards = store_.Shards(job.key).value_or(std::vector<ShardRow>());
+  std::string body = JobFacts(job, shards);
   if (may_change) body += Actions(job);
   if (job.counts.stored > 0) {
     body += fmt::format("<p>{}</p>\n", Link(fmt::format("/samples?job={}", EscapeUrl(job.id)),
@@ -261,8 +259,8 @@ absl::StatusOr<Pages::Page> Pages::Job(const std::string& id, bool may_change) {
   } else if (!statistics->statistics.empty()) {
     body += StatisticsHtml(StatisticsMessage(*statistics, Channels::kNo));
   }
-  body +=
-      fmt::format("<h2>Shards</h2>\n{}<h2>Rejected</h2>\n{}", ShardsTable(job), RejectedTable(job));
+  body += fmt::format("<h2>Shards</h2>\n{}<h2>Rejected</h2>\n{}", ShardsTable(shards),
+                      RejectedTable(job));
   return Page(job.name, HasEnded(job.state) ? Live::kNo : Live::kYes, body);
 }
 

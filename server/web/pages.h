@@ -3,6 +3,7 @@
 // bring a page that changes up to date.
 #pragma once
 
+#include <span>
 #include <string>
 
 #include "server/features/shard_cache.h"
@@ -45,9 +46,9 @@ class Pages {
   absl::StatusOr<Page> Samples(const std::string& job, const std::string& after);
   absl::StatusOr<Page> Sample(const std::string& job, const std::string& id);
   std::string Actions(const JobRecord& job) const;
-  std::string ShardsTable(const JobRecord& job);
+  std::string ShardsTable(std::span<const ShardRow> shards);
   std::string RejectedTable(const JobRecord& job);
-  std::string JobFacts(const JobRecord& job);
+  std::string JobFacts(const JobRecord& job, std::span<const ShardRow> shards);
   absl::StatusOr<std::string> Tokens(const SampleRecord& record);
 
   const JobStore& store_;

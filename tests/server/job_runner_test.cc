@@ -632,10 +632,11 @@ TEST(JobRunnerTest, AJobsFoldersAreThoseOfItsShards) {
   const ShardFolders folders(data.path(), {disks / "one", data / "two"});
   using Paths = std::vector<std::filesystem::path>;
   EXPECT_EQ(folders.FoldersWith("job", {}), Paths({disks / "one" / "job"}));
-  const std::vector<std::string> stored = {folders.ToStored(data / "two" / "job" / "shard-1.h5"),
-                                           folders.ToStored(disks / "one" / "job" / "shard-2.h5"),
-                                           folders.ToStored(data / "two" / "job" / "shard-3.h5")};
-  EXPECT_EQ(folders.FoldersWith("job", stored),
+  std::vector<ShardRow> shards(3);
+  shards[0].path = folders.ToStored(data / "two" / "job" / "shard-1.h5");
+  shards[1].path = folders.ToStored(disks / "one" / "job" / "shard-2.h5");
+  shards[2].path = folders.ToStored(data / "two" / "job" / "shard-3.h5");
+  EXPECT_EQ(folders.FoldersWith("job", shards),
             Paths({data / "two" / "job", disks / "one" / "job"}));
 }
 

@@ -319,13 +319,6 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-int SharedLimit() {
-  int device, bytes;
-  Check(cudaGetDevice(&device));
-  Check(cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
-  return bytes;
-}
-
 template <int kRows>
 void Launch(const AttendParams& p, const AttentionTile* tiles, int count, cudaStream_t stream) {
   if (count == 0) return;

@@ -394,10 +394,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
 
 constexpr int kCombineThreads = 128;
 
-__device__ float FoldedAll(float a, float of_a, float b, float of_b) {
-  return Folded(a, of_a, b, of_b);
-}
-__device__ float4 FoldedAll(float4 a, float of_a, float4 b, float of_b) {
+__device__ float4 Folded(float4 a, float of_a, float4 b, float of_b) {
   return {Folded(a.x, of_a, b.x, of_b), Folded(a.y, of_a, b.y, of_b), Folded(a.z, of_a, b.z, of_b),
           Folded(a.w, of_a, b.w, of_b)};
 }
@@ -461,12 +458,12 @@ __global__ void __launch_bounds__(kCombineThreads)
         if (base + i >= num_parts) break;
         const float2 in_group = inner[base + i], of_all = outer[base + i];
         if (together > 1) {
-          group = FoldedAll(group, in_group.x, values[i], in_group.y);
+          group = Folded(group, in_group.x, values[i], in_group.y);
         } else {
-          all = FoldedAll(all, of_all.x, values[i], of_all.y);
+          all = Folded(all, of_all.x, values[i], of_all.y);
         }
       }
-      if (together > 1) all = FoldedAll(all, outer[base].x, group, outer[base].y);
+      if (together > 1) all = Folded(all, outer[base].x, group, outer[base].y);
     }
     return all;
   };
@@ -490,21 +487,12 @@ __global__ void __launch_bounds__(kCombineThreads)
   }
 }
 
-int Processors() {
-  int device, processors;
-  Check(cudaGetDevice(&device));
-  Check(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device));
-  return processors;
-}
-
 template <int kHeld, int kBlocks>
 void LaunchDecode(const DecodeParams& p, dim3 grid, int splits, cudaStream_t stream) {
-  int device, limit;
-  Check(cudaGetDevice(&device));
-  Check(cudaDeviceGetAttribute(&limit, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
   // A block that has its multiprocessor to itself loads further ahead.
   int stages = 2;
-  if (int64_t{grid.x} * grid.y * grid.z <= Processors() && SharedBytes(p.latent_dim, 4) <= limit)
+  if (int64_t{grid.x} * grid.y * grid.z <= Processors() &&
+      SharedBytes(p.latent_dim, 4) <= SharedLimit())
     stages = 4;
   const int bytes = SharedBytes(p.latent_dim, stages);
   auto* kernel = DecodeKernel<kHeld, kBlocks>;

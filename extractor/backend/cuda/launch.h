@@ -1,5 +1,6 @@
 // Launches that may begin before the kernel in front of them on the stream has ended (programmatic
-// dependent launch): its blocks come to the multiprocessors early and load weights, then wait.
+// dependent launch): its blocks come to the multiprocessors early and load weights, then wait. And
+// what launches are sized by.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -24,6 +25,16 @@ __device__ inline void LetNextBegin() {
 #endif
 }
 #endif
+
+// Of the thread's current device.
+inline int Attribute(cudaDeviceAttr attribute) {
+  int device, value;
+  Check(cudaGetDevice(&device));
+  Check(cudaDeviceGetAttribute(&value, attribute, device));
+  return value;
+}
+inline int Processors() { return Attribute(cudaDevAttrMultiProcessorCount); }
+inline int SharedLimit() { return Attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin); }  // bytes
 
 // Whether the code that runs here was compiled with these two instructions. (Code for sm_80 runs on
 // later GPUs too, without them: an early launch would be a race there.)

@@ -432,14 +432,6 @@ __global__ void __launch_bounds__(kThreads, 2)
   }
 }
 
-int Attribute(cudaDeviceAttr attribute) {
-  int device, value;
-  Check(cudaGetDevice(&device));
-  Check(cudaDeviceGetAttribute(&value, attribute, device));
-  return value;
-}
-int Processors() { return Attribute(cudaDevAttrMultiProcessorCount); }
-int SharedLimit() { return Attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin); }
 constexpr int kAloneBytes = 192 << 10;
 
 unsigned Tiles(int count, int each) { return static_cast<unsigned>((count + each - 1) / each); }

@@ -10,6 +10,7 @@
 #include <cassert>
 
 #include "extractor/backend/cuda/check.h"
+#include "extractor/backend/cuda/launch.h"
 #include "extractor/backend/cuda/mma.h"
 #include "extractor/backend/cuda/routed_ffn.h"
 
@@ -186,14 +187,12 @@ void Launch(const GroupedProductParams& p, cudaStream_t stream) {
   constexpr int kBytes = kStages<kFormat> * kStageBytes<kFormat, kRows>;
   auto* kernel = GroupedKernel<kProduct, kFormat, kRows>;
   Check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes));
-  int device, processors, blocks;
-  Check(cudaGetDevice(&device));
-  Check(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device));
+  int blocks;
   Check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, kThreads, kBytes));
   if (blocks == 0) {
     Fail("the grouped product needs " + std::to_string(kBytes) + " bytes of shared memory");
   }
-  kernel<<<static_cast<unsigned>(processors * blocks), kThreads, kBytes, stream>>>(p);
+  kernel<<<static_cast<unsigned>(Processors() * blocks), kThreads, kBytes, stream>>>(p);
   CheckLaunch();
 }
 

@@ -229,11 +229,8 @@ void Launch(const GroupedProductParams& p, const Maps& maps, cudaStream_t stream
   constexpr int kBytes = kStages * kStageBytes + 2 * kStages * 8;
   auto* kernel = FewRowsKernel<kProduct, kMaxWidth, kGroups>;
   Check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes));
-  int device, processors;
-  Check(cudaGetDevice(&device));
-  Check(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device));
-  LaunchEarly(kernel, dim3(kBlocks<kGroups> * static_cast<unsigned>(processors)), kThreads<kGroups>,
-              kBytes, stream, maps, p, kStages);
+  LaunchEarly(kernel, dim3(kBlocks<kGroups> * static_cast<unsigned>(Processors())),
+              kThreads<kGroups>, kBytes, stream, maps, p, kStages);
 }
 
 template <Product kProduct>

@@ -281,10 +281,7 @@ void Launch(const GroupedProductParams& p, const Maps& maps, cudaStream_t stream
   const auto kernel = HopperKernel<kProduct, Form>;
   Check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                              Form::kSharedBytes));
-  int device, processors;
-  Check(cudaGetDevice(&device));
-  Check(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device));
-  LaunchEarly(kernel, dim3(static_cast<unsigned>(processors * Form::kBlocks)), kThreads,
+  LaunchEarly(kernel, dim3(static_cast<unsigned>(Processors() * Form::kBlocks)), kThreads,
               Form::kSharedBytes, stream, maps, p);
 }
 

@@ -1,5 +1,5 @@
-// What the kernels for Hopper share: barriers, bulk copies, tensor maps,
-// wgmma's bookkeeping, dequantisation. Device code only.
+// What the kernels for Hopper share: barriers, bulk copies, tensor maps, wgmma's bookkeeping,
+// dequantisation. Device code only.
 #pragma once
 
 #include <cuda.h>

@@ -13,6 +13,7 @@
 #include <cstring>
 
 #include "extractor/backend/cuda/check.h"
+#include "extractor/backend/cuda/launch.h"
 #include "extractor/backend/cuda/prefill.h"
 #include "extractor/backend/cuda/sm90/pipeline.h"
 #include "extractor/backend/cuda/sm90/tensor_map.h"
@@ -345,10 +346,7 @@ void HopperAttendPrompts(const AttendPromptsParams& p, const PromptMaps& prompt_
   std::memcpy(&maps, prompt_maps.maps, sizeof(maps));
   Check(cudaFuncSetAttribute(HopperPromptKernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                              kSharedBytes));
-  int device, processors;
-  Check(cudaGetDevice(&device));
-  Check(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device));
-  const int blocks = std::min(processors, p.num_tiles * p.num_heads);
+  const int blocks = std::min(Processors(), p.num_tiles * p.num_heads);
   constexpr float kLog2E = 1.44269504088896341f;  // exp(x) = 2^(x · log2 e)
   HopperPromptKernel<<<static_cast<unsigned>(blocks), kThreads, kSharedBytes, stream>>>(
       maps, p, p.scale * kLog2E);

@@ -234,7 +234,8 @@ __global__ void __launch_bounds__(kThreads, 1)
 
 // Into how many ranges the columns are cut: the fewest tiles one after the other on a
 // multiprocessor; one more for what a block begins with.
-int SplitsOf(int token_tiles, int column_tiles, int processors) {
+int SplitsOf(int token_tiles, int column_tiles) {
+  const int processors = Processors();
   int best = 1, least = 0;
   for (int splits = 1; splits <= column_tiles; ++splits) {
     const int rounds = (token_tiles * splits + processors - 1) / processors,
@@ -258,11 +259,8 @@ void HopperSumProduct(const SumProductParams& p, cudaStream_t stream) {
   if (p.routed.num_tokens == 0) return;
   const Maps2 maps{MakeTensorMap(p.x, p.routed.num_tokens, p.width, kTokens),
                    MakeWeightMap(p.w, p.routed.hidden, p.width, kColumns)};
-  int device, processors;
-  Check(cudaGetDevice(&device));
-  Check(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device));
   const int token_tiles = (p.routed.num_tokens + kTokens - 1) / kTokens,
-            splits = SplitsOf(token_tiles, p.routed.hidden / kColumns, processors);
+            splits = SplitsOf(token_tiles, p.routed.hidden / kColumns);
   const auto launch = [&](auto* kernel) {
     Check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes));
     LaunchEarly(kernel, dim3(static_cast<unsigned>(token_tiles * splits)), kThreads, kSharedBytes,
