@@ -13,10 +13,13 @@ __device__ inline uint32_t SharedAddress(const void* pointer) {
 }
 
 // Four 8×8 matrices of 16-bit values; lane l gives the address of row l % 8 of matrix l / 8.
-__device__ inline void LoadMatrices(uint32_t (&to)[4], const void* row) {
+__device__ inline void LoadMatrices(uint32_t (&to)[4], uint32_t row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
-               : "r"(SharedAddress(row)));
+               : "r"(row));
+}
+__device__ inline void LoadMatrices(uint32_t (&to)[4], const void* row) {
+  LoadMatrices(to, SharedAddress(row));
 }
 __device__ inline void LoadMatricesTransposed(uint32_t (&to)[4], const void* row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
@@ -35,10 +38,12 @@ __device__ inline void Mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, u
 }
 
 // 16 bytes from global to shared memory, the first `bytes` of them read, the rest zero.
-__device__ inline void CopyAsync(void* to, const void* from, int bytes) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(SharedAddress(to)), "l"(from),
-               "r"(bytes)
+__device__ inline void CopyAsync(uint32_t to, const void* from, int bytes) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes)
                : "memory");
+}
+__device__ inline void CopyAsync(void* to, const void* from, int bytes) {
+  CopyAsync(SharedAddress(to), from, bytes);
 }
 __device__ inline void CommitCopies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int kPending>

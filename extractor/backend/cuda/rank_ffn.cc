@@ -87,7 +87,7 @@ void CudaBackend::RoutedFfnStage(const Step& step, const RoutedFfnParams& p, Rou
   int tile_rows = experts.format() == Format::kInt4 ? 128 : 64;
   // Hopper's tiles are as wide as they need anyway.
   if (by_hopper) tile_rows = expected <= kNarrowRows ? kHopperNarrowRows : kHopperTileRows;
-  if (few) tile_rows = step.num_tokens <= 8 ? 8 : step.num_tokens <= 16 ? 16 : kFewRows;
+  if (few) tile_rows = step.num_tokens <= 8 ? 8 : expected <= 8 ? 16 : kFewRows;
   while (!by_hopper && tile_rows > 16 && tile_rows / 2 >= expected) tile_rows /= 2;
   SortRowsParams sorted{p.experts, experts.slot_of_expert(),  step.num_tokens,
                         p.top_k,   experts.shape().num_slots, tile_rows};

@@ -11,14 +11,15 @@ namespace statetap::cuda {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kStep = 32;  // of K: what a lane's 16 bytes of a row and its neighbours' cover
+constexpr int kStep = 32;  // of K
 static_assert(kThreads / 32 == kSegments, "a warp a segment in the narrow form");
 
 // The narrow form takes up to 16 rows of x; the wide form tiles of kWideRows × kWideTokens.
 constexpr int kWideRows = 64, kWideTokens = 64, kWideStages = 4;
 constexpr int kWideStep = 64;  // of K: two steps of 32 in a stage
 constexpr int kWideStageBytes = (kWideRows + kWideTokens) * kWideStep * 2;
-constexpr int kWideSumBytes = kWideRows * kWideTokens * 4;
+constexpr int kWideSumBytes = kWideRows * kWideTokens * 4, kWideSumStride = kWideRows + 4;
+static_assert(kWideTokens * kWideSumStride * 4 <= kWideStages * kWideStageBytes);
 constexpr int kMostWideBlocks = 264;  // that share their K: one wave of two a multiprocessor
 
 // First step of segment s, of `steps` in all.
@@ -62,20 +63,98 @@ __device__ void Store(const StreamProductParams& p, int64_t batch, int token, in
   }
 }
 
-// Two k16 steps from 16 bytes of each row. Which k of the 32 are multiplied together in one
-// instruction is the same in both forms, and with it the order of additions.
-__device__ void MultiplyStep(float (&acc)[4], const uint4& low, const uint4& high, const uint4& x) {
-  const uint32_t first[4] = {low.x, high.x, low.y, high.y},
-                 second[4] = {low.z, high.z, low.w, high.w};
-  Mma(acc, first, x.x, x.y);
-  Mma(acc, second, x.z, x.w);
+// Stores eight neighbours of y from a token's fragment rows: of a tile that begins with
+// `first_row`, piece 0 first.
+template <Epilogue kEpilogue>
+__device__ void StoreEight(const StreamProductParams& p, int64_t batch, int token, int first_row,
+                           int piece, const float* rows) {
+  constexpr bool kGated = kEpilogue == Epilogue::kSwiGlu;
+  rows += piece * (kGated ? 16 : 8);
+  float values[8];
+#pragma unroll
+  for (int i = 0; i < 8; ++i) values[i] = kGated ? Silu(rows[i]) * rows[8 + i] : rows[i];
+  const int first = (kGated ? first_row / 2 : first_row) + piece * 8,
+            columns = min(kGated ? p.n : p.n + p.n2, first + 8) - first;
+  const int64_t at = batch * p.y_batch + token * p.y_stride + first;
+  if constexpr (kEpilogue == Epilogue::kFloat) {
+    auto* to = static_cast<float*>(p.y) + at;
+    if (columns == 8 && reinterpret_cast<uintptr_t>(to) % sizeof(float4) == 0) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        reinterpret_cast<float4*>(to)[i] = {values[4 * i], values[4 * i + 1], values[4 * i + 2],
+                                            values[4 * i + 3]};
+      }
+    } else {
+      for (int i = 0; i < columns; ++i) to[i] = values[i];
+    }
+  } else {
+    auto* to = static_cast<bf16*>(p.y) + at;
+    const auto result = [&](int i, bf16 before) {
+      return __float2bfloat16_rn(kEpilogue == Epilogue::kAdd ? __bfloat162float(before) + values[i]
+                                                             : values[i]);
+    };
+    if (columns == 8 && reinterpret_cast<uintptr_t>(to) % sizeof(uint4) == 0) {
+      alignas(16) bf16 eight[8];
+      auto* all = reinterpret_cast<uint4*>(eight);
+      if constexpr (kEpilogue == Epilogue::kAdd) *all = *reinterpret_cast<const uint4*>(to);
+#pragma unroll
+      for (int i = 0; i < 8; ++i) eight[i] = result(i, eight[i]);
+      *reinterpret_cast<uint4*>(to) = *all;
+    } else {
+      for (int i = 0; i < columns; ++i) to[i] = result(i, to[i]);
+    }
+  }
 }
 
-// Shared memory holds rows of 64 K, two steps, 128 bytes: whole lines of global memory. The halves
-// of odd rows are exchanged, so that eight lanes' 16-byte reads (two rows) meet no bank twice.
+// Shared memory holds rows of 64 K, 128 bytes: whole lines of global memory. A row's chunks of 16
+// bytes are exchanged by its last three bits, so that ldmatrix meets no bank twice. Chunks two
+// apart are the next k16 step's: an address ^ 32.
 constexpr int kLine = 128, kChunks = 8, kStageSteps = 2;
-__device__ unsigned char* PlaceOf(unsigned char* tile, int row, int chunk) {
-  return tile + row * kLine + (chunk ^ ((row & 1) << 2)) * 16;
+__device__ uint32_t PlaceOf(uint32_t tile, int row, int chunk) {
+  return tile + row * kLine + (chunk ^ (row & 7)) * 16;
+}
+// A lane's address for ldmatrix: of 16 rows as operand A; of 16 tokens, or of 8 at two k16 steps,
+// as operand B.
+__device__ uint32_t LaneOfRows(uint32_t tile, int lane) {
+  return PlaceOf(tile, lane % 16, lane / 16);
+}
+template <int kTokenTiles>
+__device__ uint32_t LaneOfTokens(uint32_t tile, int lane) {
+  return kTokenTiles == 1 ? PlaceOf(tile, lane % 8, lane / 8)
+                          : PlaceOf(tile, lane / 16 * 8 + lane % 8, lane / 8 % 2);
+}
+
+// A step of 32 K: acc += rows · tokens, by two k16 steps. Where lanes read: as above, of this step.
+template <int kRowTiles, int kTokenTiles>
+__device__ __forceinline__ void MultiplyStep(float (&acc)[kRowTiles][kTokenTiles][4], uint32_t rows,
+                                             uint32_t tokens) {
+  static_assert(kTokenTiles == 1 || kTokenTiles % 2 == 0);
+  uint32_t both[4];
+  if constexpr (kTokenTiles == 1) LoadMatrices(both, tokens);
+#pragma unroll
+  for (int k16 = 0; k16 < 2; ++k16) {
+    uint32_t b[kTokenTiles][2];
+    if constexpr (kTokenTiles == 1) {
+      b[0][0] = both[2 * k16];
+      b[0][1] = both[2 * k16 + 1];
+    } else {
+#pragma unroll
+      for (int t = 0; t < kTokenTiles; t += 2) {
+        LoadMatrices(both, (tokens ^ k16 * 32) + t * 8 * kLine);
+        b[t][0] = both[0];
+        b[t][1] = both[1];
+        b[t + 1][0] = both[2];
+        b[t + 1][1] = both[3];
+      }
+    }
+#pragma unroll
+    for (int r = 0; r < kRowTiles; ++r) {
+      uint32_t a[4];
+      LoadMatrices(a, (rows ^ k16 * 32) + r * 16 * kLine);
+#pragma unroll
+      for (int t = 0; t < kTokenTiles; ++t) Mma(acc[r][t], a, b[t][0], b[t][1]);
+    }
+  }
 }
 
 // 16 · kRowTiles fragment rows × a tile of tokens (blockIdx.y) of a batch entry (blockIdx.z). A
@@ -92,7 +171,7 @@ __device__ __forceinline__ void Narrow(const StreamProductParams& p, int row_til
   const int first_row = row_tile * kRows, first_token = static_cast<int>(blockIdx.y) * kTokens;
   const int steps = p.k / kStep, begin = SegmentBegin(steps, warp),
             end = SegmentBegin(steps, warp + 1);
-  unsigned char* ring = shared + warp * kStages * kStageBytes;
+  const uint32_t ring = SharedAddress(shared) + warp * kStages * kStageBytes;
   LetNextBegin();
   // A lane copies the same chunk of every fourth row.
   const int chunk = lane % kChunks, lane_row = lane / kChunks;
@@ -100,14 +179,14 @@ __device__ __forceinline__ void Narrow(const StreamProductParams& p, int row_til
 #pragma unroll
   for (int i = 0; i < kRows / 4; ++i)
     rows[i] = WeightRow<kEpilogue>(p, first_row + lane_row + i * 4, batch) + chunk * 8;
-  const auto load_weights = [&](int step, unsigned char* stage) {
+  const auto load_weights = [&](int step, uint32_t stage) {
     if (step + chunk / 4 >= end) return;
 #pragma unroll
     for (int i = 0; i < kRows / 4; ++i)
       CopyAsync(PlaceOf(stage, lane_row + i * 4, chunk), rows[i] + step * kStep, 16);
   };
   const bf16* x = p.x + batch * p.x_batch + chunk * 8;
-  const auto load_tokens = [&](int step, unsigned char* stage) {
+  const auto load_tokens = [&](int step, uint32_t stage) {
     if (step + chunk / 4 >= end) return;
 #pragma unroll
     for (int i = 0; i < kTokens / 4; ++i) {
@@ -125,26 +204,14 @@ __device__ __forceinline__ void Narrow(const StreamProductParams& p, int row_til
     CommitCopies();
   }
   float acc[kRowTiles][kTokenTiles][4] = {};
-  unsigned char* stage = ring;
+  uint32_t stage = ring;
   for (int step = begin; step < end; step += kStageSteps) {
     WaitCopies<kStages - 1>();
     __syncwarp();
-#pragma unroll
-    for (int half = 0; half < kStageSteps; ++half) {
-      if (step + half >= end) break;
-      const auto read = [&](int row) {
-        return *reinterpret_cast<const uint4*>(PlaceOf(stage, row, half * 4 + part));
-      };
-      uint4 tokens[kTokenTiles];
-#pragma unroll
-      for (int t = 0; t < kTokenTiles; ++t) tokens[t] = read(kRows + t * 8 + quad);
-#pragma unroll
-      for (int r = 0; r < kRowTiles; ++r) {
-        const uint4 low = read(r * 16 + quad), high = read(r * 16 + quad + 8);
-#pragma unroll
-        for (int t = 0; t < kTokenTiles; ++t) MultiplyStep(acc[r][t], low, high, tokens[t]);
-      }
-    }
+    const uint32_t rows_at = LaneOfRows(stage, lane),
+                   tokens_at = LaneOfTokens<kTokenTiles>(stage + kRows * kLine, lane);
+    MultiplyStep(acc, rows_at, tokens_at);
+    if (step + 1 < end) MultiplyStep(acc, rows_at ^ 64, tokens_at ^ 64);
     __syncwarp();
     load_weights(step + kStages * kStageSteps, stage);
     load_tokens(step + kStages * kStageSteps, stage);
@@ -241,29 +308,33 @@ __device__ __forceinline__ void Wide(const StreamProductParams& p, const WidePar
     if (c.step == c.end && c.segment + 1 < last_segment) c = open(c.segment + 1);
   };
   const auto done = [&](const Cursor& c) { return c.step >= c.end; };
-  // A thread's rows of a stage are 32 apart, its chunk of 16 bytes is the same. The addresses are
-  // worked out again each time, as registers are few.
-  const int chunk = thread % 8, load_row = thread / 8;
+  // A thread's rows of a stage are 32 apart, its chunk of 16 bytes is the same.
+  const int chunk = thread % kChunks, load_row = thread / kChunks;
+  constexpr int kRowsApart = kThreads / kChunks;
+  const bf16 *weights_from[kWideRows / kRowsApart], *tokens_from[kWideTokens / kRowsApart];
+#pragma unroll
+  for (int i = 0; i < kWideRows / kRowsApart; ++i)
+    weights_from[i] =
+        WeightRow<kEpilogue>(p, first_row + load_row + i * kRowsApart, batch) + chunk * 8;
+#pragma unroll
+  for (int i = 0; i < kWideTokens / kRowsApart; ++i)
+    tokens_from[i] = p.x + batch * p.x_batch +
+                     min(first_token + load_row + i * kRowsApart, p.m - 1) * p.x_stride + chunk * 8;
+  const uint32_t ring = SharedAddress(shared), load_to = PlaceOf(ring, load_row, chunk);
+  static_assert(kRowsApart % 8 == 0, "their chunks are exchanged alike");
   const auto load_weights = [&](const Cursor& c, int stage) {
-    unsigned char* tile = shared + stage * kWideStageBytes;
     if (c.step + chunk / 4 >= c.end) return;
 #pragma unroll
-    for (int i = 0; i < kWideRows / 32; ++i)
-      CopyAsync(PlaceOf(tile, load_row + i * 32, chunk),
-                WeightRow<kEpilogue>(p, first_row + load_row + i * 32, batch) + chunk * 8 +
-                    c.step * kStep,
-                16);
+    for (int i = 0; i < kWideRows / kRowsApart; ++i)
+      CopyAsync(load_to + stage * kWideStageBytes + i * kRowsApart * kLine,
+                weights_from[i] + c.step * kStep, 16);
   };
   const auto load_tokens = [&](const Cursor& c, int stage) {
-    unsigned char* tile = shared + stage * kWideStageBytes + kWideRows * kLine;
     if (c.step + chunk / 4 >= c.end) return;
 #pragma unroll
-    for (int i = 0; i < kWideTokens / 32; ++i)
-      CopyAsync(PlaceOf(tile, load_row + i * 32, chunk),
-                p.x + batch * p.x_batch +
-                    min(first_token + load_row + i * 32, p.m - 1) * p.x_stride + chunk * 8 +
-                    c.step * kStep,
-                16);
+    for (int i = 0; i < kWideTokens / kRowsApart; ++i)
+      CopyAsync(load_to + stage * kWideStageBytes + (kWideRows + i * kRowsApart) * kLine,
+                tokens_from[i] + c.step * kStep, 16);
   };
   Cursor ahead = open(first_segment);
   for (int stage = 0; stage < kWideStages - 1; ++stage) {
@@ -280,6 +351,8 @@ __device__ __forceinline__ void Wide(const StreamProductParams& p, const WidePar
 
   constexpr int kRowTiles = 1, kTokenTiles = 4;
   using Sums = float[kRowTiles][kTokenTiles][4];
+  const uint32_t of_rows = LaneOfRows(ring + row0 * kLine, lane),
+                 of_tokens = LaneOfTokens<kTokenTiles>(ring + (kWideRows + token0) * kLine, lane);
   Sums acc = {}, ones = {};
   const auto each_value = [&](const auto& body) {
 #pragma unroll
@@ -306,28 +379,10 @@ __device__ __forceinline__ void Wide(const StreamProductParams& p, const WidePar
         advance(ahead);
       }
       CommitCopies();
-      unsigned char* weights = shared + stage * kWideStageBytes;
-      unsigned char* tokens = weights + kWideRows * kLine;
-      const int count = min(2, now.end - now.step);
-#pragma unroll 1
-      for (int half = 0; half < count; ++half) {
-        uint4 a[kRowTiles][2], b[kTokenTiles];
-        const auto read = [&](unsigned char* tile, int row) {
-          return *reinterpret_cast<const uint4*>(PlaceOf(tile, row, half * 4 + column));
-        };
-#pragma unroll
-        for (int r = 0; r < kRowTiles; ++r) {
-          a[r][0] = read(weights, row0 + r * 16 + quad);
-          a[r][1] = read(weights, row0 + r * 16 + quad + 8);
-        }
-#pragma unroll
-        for (int t = 0; t < kTokenTiles; ++t) b[t] = read(tokens, token0 + t * 8 + quad);
-#pragma unroll
-        for (int r = 0; r < kRowTiles; ++r) {
-#pragma unroll
-          for (int t = 0; t < kTokenTiles; ++t) MultiplyStep(acc[r][t], a[r][0], a[r][1], b[t]);
-        }
-      }
+      const uint32_t rows_at = of_rows + stage * kWideStageBytes,
+                     tokens_at = of_tokens + stage * kWideStageBytes;
+      MultiplyStep(acc, rows_at, tokens_at);
+      if (now.step + 1 < now.end) MultiplyStep(acc, rows_at ^ 64, tokens_at ^ 64);
       stage = stage + 1 == kWideStages ? 0 : stage + 1;
     }
     // Pairs, then pairs of pairs, as a counter carries. Pairs wait in registers, fours and the
@@ -395,21 +450,20 @@ __device__ __forceinline__ void Wide(const StreamProductParams& p, const WidePar
       to[3] = v.w;
     }
   }
-#pragma unroll
-  for (int r = 0; r < kRowTiles; ++r) {
-#pragma unroll
-    for (int t = 0; t < kTokenTiles; ++t) {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const int token = first_token + token0 + t * 8 + column * 2 + i,
-                  row = first_row + row0 + r * 16 + quad;
-        if (token >= p.m) continue;
-        const float low = acc[r][t][i], high = acc[r][t][2 + i];
-        Store<kEpilogue>(p, batch, token, row, low, high);
-        if constexpr (kEpilogue != Epilogue::kSwiGlu)
-          Store<kEpilogue>(p, batch, token, row + 8, high, 0);
-      }
-    }
+  // By way of shared memory, so that a thread stores neighbours.
+  auto* sums = reinterpret_cast<float*>(shared);
+  __syncthreads();
+  each_value([&](int r, int t, int i) {
+    const int token = token0 + t * 8 + column * 2 + i % 2, row = row0 + r * 16 + quad + i / 2 * 8;
+    sums[token * kWideSumStride + row] = acc[r][t][i];
+  });
+  __syncthreads();
+  constexpr int kPieces = kWideRows / (kEpilogue == Epilogue::kSwiGlu ? 16 : 8);
+  for (int i = thread; i < kWideTokens * kPieces; i += kThreads) {
+    const int token = i / kPieces, piece = i % kPieces;
+    if (first_token + token >= p.m) break;
+    StoreEight<kEpilogue>(p, batch, first_token + token, first_row, piece,
+                          sums + token * kWideSumStride);
   }
 }
 

@@ -4,13 +4,14 @@
 // of weights (64 fragment rows each, side by side in memory) with one token tile over all of K,
 // then goes on. Four warps a block row, one producer warp with a deep ring. With kGroups = 1 there
 // are most blocks, for a step that meets one or two experts; with 4 the tokens are read least
-// often. At few tokens wgmma with weights from registers spends most of its time on loading them
+// often. Instructions are what it is bound by next to memory: three quarters of them convert
+// weights. At few tokens wgmma with weights from registers spends most of its time on loading them
 // (30 cycles of 34 at 8 tokens), so mma.sync is faster; k16 steps in the same order give the same
 // bits as grouped_product.cu (a test compares them).
 #include <cuda.h>
 
-#include <algorithm>
 #include <cstring>
+#include <type_traits>
 
 #include "extractor/backend/cuda/check.h"
 #include "extractor/backend/cuda/launch.h"
@@ -21,34 +22,31 @@
 namespace statetap::cuda {
 namespace {
 
-template <int kGroups>
-constexpr int kThreads = kGroups * 128 + 32;
-constexpr int kMaxStages = 24;
-constexpr int kBarrierBytes = 2 * kMaxStages * 8;
-// Blocks that share a multiprocessor, and what each has for its ring.
-template <int kGroups>
-constexpr int kBlocks = kGroups == 1 ? 3 : 1;
-template <int kGroups>
-constexpr int kRingBytes = kGroups == 1 ? 72 << 10 : 200 << 10;
+constexpr int kStageBlocks = 2;          // of K, in a stage: a wait is for 128 K
+constexpr int kStepBytes = kBlockK * 2;  // of a row of tokens
 
-struct Ring {
-  unsigned char* memory;
-  int stages, token_bytes, weight_bytes;
-  __device__ unsigned char* tokens(int stage) const { return memory + stage * token_bytes; }
-  __device__ unsigned char* weights(int stage) const {
-    return memory + stages * token_bytes + stage * weight_bytes;
-  }
-  __device__ uint64_t* full(int stage) const {
-    return reinterpret_cast<uint64_t*>(memory + stages * (token_bytes + weight_bytes)) + stage;
-  }
-  __device__ uint64_t* empty(int stage) const { return full(stages + stage); }
+// Of the products of tiles up to kMaxWidth tokens wide. Several blocks share a multiprocessor, as
+// one alone waits for its own loads half of the time.
+template <int kMaxWidth>
+struct Form {
+  static constexpr int kGroups = kMaxWidth == 8 ? 1 : kTileBlocks;
+  static constexpr int kConsumers = kGroups * 128, kThreads = kConsumers + 32;
+  static constexpr int kBlocks = kMaxWidth == 8 ? 3 : 2;
+  // One behind the other: a stage's tokens, stages of tokens, stages of weights, barriers.
+  static constexpr int kTokenBytes = kMaxWidth * kStepBytes,
+                       kWeightBytes = kGroups * kInt4BlockBytes;
+  static constexpr int kStageBytes = kStageBlocks * (kTokenBytes + kWeightBytes);
+  static constexpr int kStages = ((kMaxWidth == 8 ? 72 : 110) << 10) / (kStageBytes + 16);
+  static constexpr int kWeightsAt = kStages * kStageBlocks * kTokenBytes,
+                       kBarriersAt = kStages * kStageBytes, kBytes = kBarriersAt + kStages * 16;
 };
 
 struct Place {
   int stage = 0, phase;
   __device__ explicit Place(int first_phase) : phase(first_phase) {}
-  __device__ void Advance(int stages) {
-    if (++stage == stages) {
+  template <int kStages>
+  __device__ void Advance() {
+    if (++stage == kStages) {
       stage = 0;
       phase ^= 1;
     }
@@ -67,96 +65,117 @@ struct Unit {
         block(i % kATile * kGroups) {}
 };
 
-template <int kGroups>
+template <typename F>
 __device__ void Produce(const GroupedProductParams& p, const Maps& maps, int total,
-                        const Ring& ring) {
+                        unsigned char* ring) {
+  const auto full = [&](int stage) {
+    return reinterpret_cast<uint64_t*>(ring + F::kBarriersAt) + stage;
+  };
   Place place(1);
   for (int i = static_cast<int>(blockIdx.x); i < total; i += static_cast<int>(gridDim.x)) {
-    const Unit<kGroups> unit(p, i);
+    const Unit<F::kGroups> unit(p, i);
     const unsigned char* weights =
         p.weights + unit.tile.slot * p.slot_bytes +
         (static_cast<int64_t>(unit.weight_tile) * p.k_blocks * kTileBlocks + unit.block) *
             kInt4BlockBytes;
     const CUtensorMap* map = &maps.of_width[unit.tile.width / 8 - 1];
-    const int bytes = unit.tile.width * kBlockK * 2 + ring.weight_bytes;
+    const int bytes = unit.tile.width * kStepBytes + F::kWeightBytes;
     const int first_row = p.from_first_row ? 0 : unit.tile.first_row;
-    for (int k = 0; k < p.k_blocks; ++k) {
-      uint64_t* full = ring.full(place.stage);
-      Wait(ring.empty(place.stage), place.phase);
-      ExpectBytes(full, bytes);
-      LoadBytes(ring.weights(place.stage),
-                weights + static_cast<int64_t>(k) * kTileBlocks * kInt4BlockBytes,
-                ring.weight_bytes, full);
-      LoadTokens(ring.tokens(place.stage), map, k * kBlockK, first_row, full);
-      place.Advance(ring.stages);
+    for (int k = 0; k < p.k_blocks; k += kStageBlocks) {
+      const int blocks = min(kStageBlocks, p.k_blocks - k);
+      Wait(full(F::kStages + place.stage), place.phase);
+      ExpectBytes(full(place.stage), blocks * bytes);
+      for (int b = 0; b < blocks; ++b) {
+        const int at = place.stage * kStageBlocks + b;
+        LoadBytes(ring + F::kWeightsAt + at * F::kWeightBytes,
+                  weights + static_cast<int64_t>(k + b) * kTileBlocks * kInt4BlockBytes,
+                  F::kWeightBytes, full(place.stage));
+        LoadTokens(ring + at * F::kTokenBytes, map, (k + b) * kBlockK, first_row,
+                   full(place.stage));
+      }
+      place.Advance<F::kStages>();
     }
   }
 }
 
-// Operand A of the four k16 steps of a block.
-__device__ __forceinline__ void Convert(const unsigned char* block, int thread,
-                                        uint32_t (&fragments)[4][4]) {
+// Shared memory by its address.
+__device__ __forceinline__ uint32_t LoadWord(uint32_t at) {
+  uint32_t word;
+  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(word) : "r"(at));
+  return word;
+}
+__device__ __forceinline__ uint2 LoadWords(uint32_t at) {
+  uint2 words;
+  asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(words.x), "=r"(words.y) : "r"(at));
+  return words;
+}
+
+// Operand A of the two k16 steps of half a block.
+__device__ __forceinline__ void Convert(uint2 words, uint32_t scales, uint32_t (&to)[2][4]) {
+  const uint32_t low = __byte_perm(scales, scales, 0x1010),
+                 high = __byte_perm(scales, scales, 0x3232);
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const uint2 words = *reinterpret_cast<const uint2*>(block + half * 1024 + thread * 8);
-    const uint32_t scales =
-        *reinterpret_cast<const uint32_t*>(block + kScalesOffset + half * 128 + thread / 4 * 4);
-    const uint32_t low = __byte_perm(scales, scales, 0x1010),
-                   high = __byte_perm(scales, scales, 0x3232);
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const uint32_t word = i == 0 ? words.x : words.y;
-      uint32_t(&to)[4] = fragments[half * 2 + i];
-      to[0] = Dequantise(word, low);
-      to[1] = Dequantise(word >> 4, high);
-      to[2] = Dequantise(word >> 8, low);
-      to[3] = Dequantise(word >> 12, high);
-    }
+  for (int i = 0; i < 2; ++i) {
+    const uint32_t word = i == 0 ? words.x : words.y;
+    to[i][0] = Dequantise(word, low);
+    to[i][1] = Dequantise(word >> 4, high);
+    to[i][2] = Dequantise(word >> 8, low);
+    to[i][3] = Dequantise(word >> 12, high);
   }
 }
 
-// Operand B from a tile of tokens as TMA lays it down: rows of 128 bytes, chunks of 16 exchanged by
-// the row's last three bits. Two n8 tiles of one k16 step, or two steps of one tile.
-__device__ __forceinline__ void LoadTokenFragments(uint32_t (&to)[4], const unsigned char* tokens,
-                                                   int row, int chunk) {
-  LoadMatrices(to, tokens + row * 128 + (chunk ^ (row & 7)) * 16);
-}
-
-template <Product kProduct, int kWidth, int kGroups>
-__device__ __forceinline__ void Consume(const GroupedProductParams& p, const Unit<kGroups>& unit,
-                                        const Ring& ring, Place& place) {
+template <Product kProduct, int kWidth, typename F>
+__device__ __forceinline__ void Consume(const GroupedProductParams& p, const Unit<F::kGroups>& unit,
+                                        uint32_t ring, Place& place) {
   const int group = static_cast<int>(threadIdx.x) / 128,
             thread = static_cast<int>(threadIdx.x) % 128, warp = thread / 32, lane = thread % 32;
+  const uint32_t words_at = ring + F::kWeightsAt + group * kInt4BlockBytes + thread * 8,
+                 scales_at = words_at + kScalesOffset + thread / 4 * 4 - thread * 8;
+  // Tokens lie as TMA lays them down: rows of 128 bytes, chunks of 16 exchanged by the row's last
+  // three bits. Four 8 × 8 matrices at once are two n8 tiles of one k16 step, or two steps of one
+  // tile.
+  const int row = kWidth == 8 ? lane % 8 : lane / 16 * 8 + lane % 8,
+            chunk = kWidth == 8 ? lane / 8 : lane / 8 % 2;
+  const uint32_t tokens_at = ring + row * kStepBytes + (chunk ^ (row & 7)) * 16;
   float acc[kWidth / 8][4] = {};
-  for (int k = 0; k < p.k_blocks; ++k) {
-    Wait(ring.full(place.stage), place.phase);
-    uint32_t fragments[4][4];
-    Convert(ring.weights(place.stage) + group * kInt4BlockBytes, thread, fragments);
-    const unsigned char* tokens = ring.tokens(place.stage);
-    if constexpr (kWidth == 8) {
+  const auto multiply_stage = [&](auto blocks) {
+    const uint32_t barrier = ring + F::kBarriersAt + place.stage * 8;
+    const uint32_t weights = place.stage * (kStageBlocks * F::kWeightBytes),
+                   tokens = tokens_at + place.stage * (kStageBlocks * F::kTokenBytes);
+    Wait(barrier, place.phase);
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        uint32_t b[4];
-        LoadTokenFragments(b, tokens, lane % 8, half * 4 + lane / 8);
-        Mma(acc[0], fragments[half * 2], b[0], b[1]);
-        Mma(acc[0], fragments[half * 2 + 1], b[2], b[3]);
-      }
-    } else {
+    for (int half = 0; half < 2 * blocks(); ++half) {
+      const uint32_t of_block = weights + half / 2 * F::kWeightBytes;
+      const uint2 words = LoadWords(words_at + of_block + half % 2 * (kScalesOffset / 2));
+      const uint32_t scales = LoadWord(scales_at + of_block + half % 2 * 128);
+      uint32_t fragments[2][4];
+      Convert(words, scales, fragments);
+      const uint32_t of_half = (tokens ^ half % 2 * 64) + half / 2 * F::kTokenBytes;
+      if constexpr (kWidth == 8) {
+        uint32_t x[4];
+        LoadMatrices(x, of_half);
+        Mma(acc[0], fragments[0], x[0], x[1]);
+        Mma(acc[0], fragments[1], x[2], x[3]);
+      } else {
 #pragma unroll
-      for (int step = 0; step < 4; ++step) {
+        for (int step = 0; step < 2; ++step) {
 #pragma unroll
-        for (int n = 0; n < kWidth / 16; ++n) {
-          uint32_t b[4];
-          LoadTokenFragments(b, tokens, n * 16 + lane / 16 * 8 + lane % 8, step * 2 + lane / 8 % 2);
-          Mma(acc[2 * n], fragments[step], b[0], b[1]);
-          Mma(acc[2 * n + 1], fragments[step], b[2], b[3]);
+          for (int n = 0; n < kWidth / 16; ++n) {
+            uint32_t x[4];
+            LoadMatrices(x, (of_half ^ step * 32) + n * 16 * kStepBytes);
+            Mma(acc[2 * n], fragments[step], x[0], x[1]);
+            Mma(acc[2 * n + 1], fragments[step], x[2], x[3]);
+          }
         }
       }
     }
     __syncwarp();  // all lanes have read the stage
-    if (lane == 0) Arrive(ring.empty(place.stage));
-    place.Advance(ring.stages);
-  }
+    if (lane == 0) Arrive(barrier + F::kStages * 8);
+    place.Advance<F::kStages>();
+  };
+  for (int k = 0; k + kStageBlocks <= p.k_blocks; k += kStageBlocks)
+    multiply_stage(std::integral_constant<int, kStageBlocks>());
+  if (p.k_blocks % kStageBlocks != 0) multiply_stage(std::integral_constant<int, 1>());
 
   const int block = unit.block + group, quad = lane / 4, pair = block / 2, odd = block % 2;
   const int column =
@@ -168,9 +187,9 @@ __device__ __forceinline__ void Consume(const GroupedProductParams& p, const Uni
   for (int j = 0; j < kWidth / 8; ++j) {
 #pragma unroll
     for (int c = 0; c < 2; ++c) {
-      const int row = j * 8 + lane % 4 * 2 + c;
-      if (row >= unit.tile.rows) continue;
-      bf16* out = p.out + (unit.tile.first_row + row) * p.out_stride + column;
+      const int of_tile = j * 8 + lane % 4 * 2 + c;
+      if (of_tile >= unit.tile.rows) continue;
+      bf16* out = p.out + (unit.tile.first_row + of_tile) * p.out_stride + column;
       const float low = acc[j][c], high = acc[j][2 + c];
       if constexpr (kProduct == Product::kGateUp) {
         *out = __float2bfloat16_rn(Silu(low) * high);
@@ -181,64 +200,62 @@ __device__ __forceinline__ void Consume(const GroupedProductParams& p, const Uni
   }
 }
 
-template <Product kProduct, int kMaxWidth, int kGroups>
-__global__ void __launch_bounds__(kThreads<kGroups>, kBlocks<kGroups>)
-    FewRowsKernel(const __grid_constant__ Maps maps, const GroupedProductParams p, int stages) {
+template <Product kProduct, int kMaxWidth, typename F = Form<kMaxWidth>>
+__global__ void __launch_bounds__(F::kThreads, F::kBlocks)
+    FewRowsKernel(const __grid_constant__ Maps maps, const GroupedProductParams p) {
   extern __shared__ __align__(1024) unsigned char shared[];
-  const Ring ring{shared, stages, kMaxWidth * kBlockK * 2, kGroups * kInt4BlockBytes};
-  constexpr int kConsumers = kGroups * 128;
   LetNextBegin();
   if (threadIdx.x == 0) {
-    for (int stage = 0; stage < stages; ++stage) {
-      InitBarrier(ring.full(stage), 1);
-      InitBarrier(ring.empty(stage), 4 * kGroups);
+    auto* barriers = reinterpret_cast<uint64_t*>(shared + F::kBarriersAt);
+    for (int stage = 0; stage < F::kStages; ++stage) {
+      InitBarrier(barriers + stage, 1);
+      InitBarrier(barriers + F::kStages + stage, F::kConsumers / 32);
     }
     asm volatile("fence.mbarrier_init.release.cluster;\nfence.proxy.async;" ::: "memory");
   }
   __syncthreads();
   WaitForEarlier();
-  const int total = *p.num_tiles * p.weight_tiles * Unit<kGroups>::kATile;
-  if (threadIdx.x >= kConsumers) {
-    if (threadIdx.x == kConsumers) Produce<kGroups>(p, maps, total, ring);
+  const int total = *p.num_tiles * p.weight_tiles * Unit<F::kGroups>::kATile;
+  if (threadIdx.x >= F::kConsumers) {
+    if (threadIdx.x == F::kConsumers) Produce<F>(p, maps, total, shared);
     return;
   }
+  const uint32_t ring = Address(shared);
   Place place(0);
   for (int i = static_cast<int>(blockIdx.x); i < total; i += static_cast<int>(gridDim.x)) {
-    const Unit<kGroups> unit(p, i);
+    const Unit<F::kGroups> unit(p, i);
     // A tile may be narrower than the launch allows for.
     if constexpr (kMaxWidth > 16) {
       if (unit.tile.width > 16) {
-        Consume<kProduct, 32, kGroups>(p, unit, ring, place);
+        Consume<kProduct, 32, F>(p, unit, ring, place);
         continue;
       }
     }
     if constexpr (kMaxWidth > 8) {
       if (unit.tile.width > 8) {
-        Consume<kProduct, 16, kGroups>(p, unit, ring, place);
+        Consume<kProduct, 16, F>(p, unit, ring, place);
         continue;
       }
     }
-    Consume<kProduct, 8, kGroups>(p, unit, ring, place);
+    Consume<kProduct, 8, F>(p, unit, ring, place);
   }
 }
 
-template <Product kProduct, int kMaxWidth, int kGroups>
+template <Product kProduct, int kMaxWidth>
 void Launch(const GroupedProductParams& p, const Maps& maps, cudaStream_t stream) {
-  constexpr int kStageBytes = kMaxWidth * kBlockK * 2 + kGroups * kInt4BlockBytes;
-  constexpr int kStages = std::min(kMaxStages, (kRingBytes<kGroups> - kBarrierBytes) / kStageBytes);
-  constexpr int kBytes = kStages * kStageBytes + 2 * kStages * 8;
-  auto* kernel = FewRowsKernel<kProduct, kMaxWidth, kGroups>;
-  Check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes));
-  LaunchEarly(kernel, dim3(kBlocks<kGroups> * static_cast<unsigned>(Processors())),
-              kThreads<kGroups>, kBytes, stream, maps, p, kStages);
+  using F = Form<kMaxWidth>;
+  auto* kernel = FewRowsKernel<kProduct, kMaxWidth>;
+  Check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, F::kBytes));
+  LaunchEarly(kernel, dim3(F::kBlocks * static_cast<unsigned>(Processors())), F::kThreads,
+              F::kBytes, stream, maps, p);
 }
 
 template <Product kProduct>
 void LaunchWidth(const GroupedProductParams& p, const Maps& maps, int tile_rows,
                  cudaStream_t stream) {
-  if (tile_rows == 8) return Launch<kProduct, 8, 1>(p, maps, stream);
-  if (tile_rows == 16) return Launch<kProduct, 16, 4>(p, maps, stream);
-  return Launch<kProduct, 32, 4>(p, maps, stream);
+  if (tile_rows == 8) return Launch<kProduct, 8>(p, maps, stream);
+  if (tile_rows == 16) return Launch<kProduct, 16>(p, maps, stream);
+  return Launch<kProduct, 32>(p, maps, stream);
 }
 
 }  // namespace

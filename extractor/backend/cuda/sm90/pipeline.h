@@ -35,16 +35,20 @@ __device__ inline void ExpectBytes(uint64_t* barrier, int bytes) {
                "r"(bytes)
                : "memory");
 }
-__device__ inline void Arrive(uint64_t* barrier) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(Address(barrier)) : "memory");
+// Barriers by their address in shared memory, for loops that have no instruction to spare for
+// working it out.
+__device__ inline void Arrive(uint32_t barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
-__device__ inline void Wait(uint64_t* barrier, int phase) {
+__device__ inline void Arrive(uint64_t* barrier) { Arrive(Address(barrier)); }
+__device__ inline void Wait(uint32_t barrier, int phase) {
   asm volatile(
       "{\n.reg .pred done;\nagain: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-      "@!done bra again;\n}\n" ::"r"(Address(barrier)),
+      "@!done bra again;\n}\n" ::"r"(barrier),
       "r"(phase)
       : "memory");
 }
+__device__ inline void Wait(uint64_t* barrier, int phase) { Wait(Address(barrier), phase); }
 __device__ inline void LoadBytes(void* to, const void* from, int bytes, uint64_t* barrier) {
   asm volatile(
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
