@@ -128,11 +128,11 @@ __global__ void __launch_bounds__(kAbsorbThreads) AbsorbKernel(const RotateAndAb
 }
 
 constexpr int kThreads = 256, kWarps = kThreads / 32;
-constexpr int kKeys = 32;                              // of a step of the loop: half a page
-constexpr int kRows = 16;                              // heads of a block
-constexpr int kMaxLatent = 512;                        // columns of c
-constexpr int kColumnTiles = kMaxLatent / 8 / kWarps;  // n8 tiles of the output that a warp holds
-constexpr int kSlices = 4;                             // of the columns, in the scores
+constexpr int kKeys = 32;                               // of a step of the loop: half a page
+constexpr int kHeads = kWarps;                          // of a block: a warp each in the softmax
+constexpr int kMaxLatent = 512;                         // columns of c
+constexpr int kColumnTiles = kMaxLatent / 16 / kWarps;  // tiles of 16 columns that a warp holds
+constexpr int kSlices = 4;                              // of the columns, in the scores
 static_assert(kPageTokens % kKeys == 0 && kKeys == 32, "a lane a key in the softmax");
 
 // Slices are of whole k16 steps.
@@ -140,17 +140,17 @@ __host__ __device__ constexpr int PaddedLatent(int latent_dim) {
   return (latent_dim + 16 * kSlices - 1) / (16 * kSlices) * (16 * kSlices);
 }
 
-constexpr int kScoreStride = kKeys + 4, kWeightStride = kKeys + kPad;
-// The queries' place is free once they are in registers: scores by slice, rescales, softmax weights
-// and the factors of a fold follow there.
-constexpr int kSoftmaxBytes =
-    (kSlices * kRows * kScoreStride + kRows) * 4 + kRows * kWeightStride * 2 + kRows * 8;
-__host__ __device__ constexpr int QueryBytes(int latent_dim) {
-  const int bytes = kRows * (PaddedLatent(latent_dim) + kPad) * 2;
-  return bytes > kSoftmaxBytes ? bytes : kSoftmaxBytes;
+// Shared memory: scores by slice, softmax weights, rescales, the factors of a fold; then stages of
+// keys. A key's chunks of 16 bytes are exchanged by its last three bits, so that ldmatrix meets no
+// bank twice.
+constexpr int kWeightStride = kKeys + 8;
+constexpr int kSoftmaxBytes = (kSlices * kKeys * 4 + kWeightStride * 2 + 4 + 8) * kHeads;
+constexpr int kKeysAt = (kSoftmaxBytes + 127) / 128 * 128;
+__host__ __device__ constexpr int StageBytes(int latent_dim) {
+  return kKeys * PaddedLatent(latent_dim) * 2;
 }
-int SharedBytes(int latent_dim, int stages) {
-  return QueryBytes(latent_dim) + stages * kKeys * (PaddedLatent(latent_dim) + kPad) * 2;
+__device__ uint32_t ChunkOf(uint32_t keys, int row_bytes, int key, int chunk) {
+  return keys + key * row_bytes + (chunk ^ (key & 7)) * 16;
 }
 
 // A row's keys in at most kMaxSplits parts of at least two pages.
@@ -183,45 +183,80 @@ __device__ int64_t PartOf(const DecodeParams& p, int64_t token, int part, int sp
   return (token * (kMaxSplits / splits) + part) * p.num_heads;
 }
 
-// kRowsLoaded rows of `columns` values, zero behind `valid` rows and behind the columns; 16 bytes
-// at once where rows are of whole pieces.
-template <int kRowsLoaded>
-__device__ void LoadRows(bf16* to, int stride, const bf16* from, int valid, int columns,
-                         int padded) {
-  constexpr int kThreadsARow = kThreads / kRowsLoaded;
-  const int row = static_cast<int>(threadIdx.x) / kThreadsARow,
-            part = static_cast<int>(threadIdx.x) % kThreadsARow;
-  to += row * stride;
-  from += static_cast<int64_t>(row < valid ? row : 0) * columns;
-  if (columns % 8 == 0) {
-    for (int column = part * 8; column < padded; column += kThreadsARow * 8) {
-      const bool real = row < valid && column < columns;
-      CopyAsync(to + column, real ? from + column : from, real ? 16 : 0);
+// kKeys keys of `columns` values, zero behind `valid` keys and behind the columns; 16 bytes at once
+// where keys are of whole chunks.
+__device__ __forceinline__ void LoadKeys(uint32_t to, const bf16* from, int valid, int columns,
+                                         int padded) {
+  constexpr int kThreadsAKey = kThreads / kKeys, kRound = kThreadsAKey * 8;
+  static_assert(kThreadsAKey == 8, "a thread's chunks are exchanged alike");
+  const int key = static_cast<int>(threadIdx.x) / kThreadsAKey,
+            part = static_cast<int>(threadIdx.x) % kThreadsAKey;
+  to = ChunkOf(to, padded * 2, key, part);
+  from += static_cast<int64_t>(key < valid ? key : 0) * columns + part * 8;
+  const int left = columns - part * 8;
+  if (columns == padded && valid == kKeys) {
+#pragma unroll
+    for (int i = 0; i < padded / kRound; ++i) CopyAsync(to + i * kRound * 2, from + i * kRound, 16);
+  } else if (columns % 8 == 0) {
+#pragma unroll 1
+    for (int i = 0; i < padded; i += kRound) {
+      const bool real = key < valid && i < left;
+      CopyAsync(to + i * 2, real ? from + i : from - part * 8, real ? 16 : 0);
     }
   } else {
-    for (int column = part; column < padded; column += kThreadsARow)
-      to[column] = row < valid && column < columns ? from[column] : __float2bfloat16_rn(0.0f);
+#pragma unroll 1
+    for (int i = 0; i < padded; i += kRound) {
+      for (int c = 0; c < 8; ++c) {
+        const bf16 value = key < valid && i + c < left ? from[i + c] : __float2bfloat16_rn(0.0f);
+        asm volatile("st.shared.b16 [%0], %1;" ::"r"(to + (i + c) * 2),
+                     "h"(__bfloat16_as_ushort(value))
+                     : "memory");
+      }
+    }
   }
 }
 
-// grid: (token, group of heads, `splits` parts of the keys, which are folded into one). Scores: a
-// warp has 16 keys and a slice of the columns, whose queries stay in registers (kHeld k16 steps).
-// Softmax: a warp has a row, and one eight on if there are as many heads, a lane a key. Output: a
-// warp has its own columns. Keys pass through `stages` stages, loading ahead.
-template <int kHeld, int kBlocks>
+// What is known of the shape when a kernel is compiled. kHeld: k16 steps of a slice of the columns
+// at most.
+template <int kHeldSteps>
+struct AnyShape {
+  static constexpr int kHeld = kHeldSteps;
+  static __device__ int latent_dim(const DecodeParams& p) { return p.latent_dim; }
+  static __device__ int kv_lora(const DecodeParams& p) { return p.kv_lora; }
+};
+// Kimi-K2's and DeepSeek-V3's.
+struct KimiShape {
+  static constexpr int kLatentDim = 576, kKvLora = 512;
+  static constexpr int kHeld = kLatentDim / 16 / kSlices;
+  static __device__ constexpr int latent_dim(const DecodeParams&) { return kLatentDim; }
+  static __device__ constexpr int kv_lora(const DecodeParams&) { return kKvLora; }
+  static bool Is(const DecodeParams& p) {
+    return p.latent_dim == kLatentDim && p.kv_lora == kKvLora;
+  }
+};
+
+// grid: (token, group of heads, `splits` parts of the keys, which are folded into one). Heads are
+// the columns of both products. Scores: a warp has 16 keys and every fourth k16 step of the
+// columns, whose queries stay in registers. Softmax: a warp has a head, a lane a key. Output: a
+// warp has its own columns. Keys pass through kStages stages, loading ahead.
+template <typename Shape, int kStages, int kBlocks>
 __global__ void __launch_bounds__(kThreads, kBlocks)
-    DecodeKernel(const DecodeParams p, const int splits, const int stages) {
+    DecodeKernel(const DecodeParams p, const int splits) {
   extern __shared__ __align__(128) unsigned char shared[];
-  const int padded = PaddedLatent(p.latent_dim), stride = padded + kPad;
-  auto* queries = reinterpret_cast<bf16*>(shared);
-  auto* keys = reinterpret_cast<bf16*>(shared + QueryBytes(p.latent_dim));
+  constexpr int kHeld = Shape::kHeld;
+  const int latent_dim = Shape::latent_dim(p), kv_lora = Shape::kv_lora(p),
+            padded = PaddedLatent(latent_dim), key_bytes = padded * 2,
+            stage_bytes = StageBytes(padded);
   auto* scores = reinterpret_cast<float*>(shared);
-  auto* rescale = scores + kSlices * kRows * kScoreStride;
-  auto* weights = reinterpret_cast<bf16*>(rescale + kRows);
-  auto* folds = reinterpret_cast<float2*>(weights + kRows * kWeightStride);
-  const int token = static_cast<int>(blockIdx.x), first_head = static_cast<int>(blockIdx.y) * kRows;
-  const int heads = min(kRows, p.num_heads - first_head);
-  const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
+  auto* weights = reinterpret_cast<bf16*>(scores + kSlices * kHeads * kKeys);
+  auto* rescale = reinterpret_cast<float*>(weights + kHeads * kWeightStride);
+  auto* folds = reinterpret_cast<float2*>(rescale + kHeads);
+  const uint32_t keys = SharedAddress(shared) + kKeysAt;
+  const int token = static_cast<int>(blockIdx.x),
+            first_head = static_cast<int>(blockIdx.y) * kHeads,
+            heads = min(kHeads, p.num_heads - first_head);
+  const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32,
+            quad = lane / 4, pair = lane % 4 * 2;
   LetNextBegin();
   WaitForEarlier();
   const int sequence = p.sequence[token];
@@ -231,163 +266,134 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
   const int begin = first_split * of_row.keys,
             end = min((first_split + splits) * of_row.keys, p.positions[token] + 1);
 
-  LoadRows<kRows>(
-      queries, stride,
-      p.absorbed + (static_cast<int64_t>(token) * p.num_heads + first_head) * p.latent_dim, heads,
-      p.latent_dim, padded);
   const auto load_keys = [&](int first_key, int stage) {
     if (first_key < end) {
-      LoadRows<kKeys>(
-          keys + stage * kKeys * stride, stride,
-          p.cache + CacheRow(p.page_table, p.pages_per_seq, sequence, first_key) * p.latent_dim,
-          min(kKeys, end - first_key), p.latent_dim, padded);
+      LoadKeys(keys + stage * stage_bytes,
+               p.cache + CacheRow(p.page_table, p.pages_per_seq, sequence, first_key) * latent_dim,
+               min(kKeys, end - first_key), latent_dim, padded);
     }
     CommitCopies();
   };
-  // A group of copies for each stage that is waited for; the first has the queries too.
-  for (int i = 0; i + 1 < stages; ++i) load_keys(begin + i * kKeys, i);
-  if (stages > 2) {
-    WaitCopies<2>();
-  } else {
-    WaitCopies<0>();
-  }
-  __syncthreads();
+  for (int i = 0; i + 1 < kStages; ++i) load_keys(begin + i * kKeys, i);
   const int slice = warp % kSlices, key0 = warp / kSlices * 16;
   const int steps = padded / 16 / kSlices;
-  uint32_t held[kHeld][4];
+  uint32_t held[kHeld][2];
+  const bf16* queries =
+      p.absorbed + (static_cast<int64_t>(token) * p.num_heads + first_head) * latent_dim;
+  const auto two_queries = [&](int head, int column) {
+    const bf16* from = queries + head * latent_dim + column;
+    if (head >= heads || column >= latent_dim) return 0u;
+    if (latent_dim % 2 == 0) return *reinterpret_cast<const uint32_t*>(from);
+    const __nv_bfloat162 two(from[0],
+                             column + 1 < latent_dim ? from[1] : __float2bfloat16_rn(0.0f));
+    return *reinterpret_cast<const uint32_t*>(&two);
+  };
 #pragma unroll
   for (int i = 0; i < kHeld; ++i) {
-    if (i < steps)
-      LoadMatrices(held[i],
-                   queries + lane % 16 * stride + (slice * steps + i) * 16 + lane / 16 * 8);
+    if (i >= steps) break;
+#pragma unroll
+    for (int j = 0; j < 2; ++j)
+      held[i][j] = two_queries(quad, (i * kSlices + slice) * 16 + j * 8 + pair);
   }
+  // A head's scores lie where its four quads' stores meet no bank twice.
+  const auto score_at = [&](int of_slice, int head, int key) -> float& {
+    return scores[(of_slice * kHeads + head) * kKeys + (key ^ (head / 2 % 4 * 8))];
+  };
 
-  // Of a part, and of those before it. Maxima and sums: of rows warp, warp + 8.
+  // Of a part, and of those before it. Maximum and sum: of the warp's head.
   float out[kColumnTiles][4] = {}, all[kColumnTiles][4] = {};
-  const int column_tiles = (p.kv_lora + 7) / 8;
-  float maximum[2] = {-INFINITY, -INFINITY}, sum[2] = {};
-  float all_maximum[2] = {-INFINITY, -INFINITY}, all_sum[2] = {};
+  float maximum = -INFINITY, sum = 0, all_maximum = -INFINITY, all_sum = 0;
   int stage = 0, part_end = min(begin + of_row.keys, end);
   for (int first_key = begin; first_key < end; first_key += kKeys) {
-    if (stages > 2) {
-      WaitCopies<2>();
-    } else {
-      WaitCopies<0>();
-    }
+    WaitCopies<kStages - 2>();
     __syncthreads();  // these keys are there for all, the stage before them is free
-    load_keys(first_key + (stages - 1) * kKeys, stage == 0 ? stages - 1 : stage - 1);
-    const bf16* tile = keys + stage * kKeys * stride;
-    stage = stage + 1 == stages ? 0 : stage + 1;
+    load_keys(first_key + (kStages - 1) * kKeys, stage == 0 ? kStages - 1 : stage - 1);
+    const uint32_t tile = keys + stage * stage_bytes;
+    stage = stage + 1 == kStages ? 0 : stage + 1;
     {
-      float s[2][4] = {};
-      const bf16* row =
-          tile + (key0 + lane / 16 * 8 + lane % 8) * stride + slice * steps * 16 + lane / 8 % 2 * 8;
+      float s[4] = {};
+      const uint32_t at = ChunkOf(tile, key_bytes, key0 + lane % 16, slice * 2 + lane / 16);
 #pragma unroll
       for (int i = 0; i < kHeld; ++i) {
         if (i >= steps) break;
-        uint32_t b[4];
-        LoadMatrices(b, row + i * 16);
-        Mma(s[0], held[i], b[0], b[1]);
-        Mma(s[1], held[i], b[2], b[3]);
+        uint32_t a[4];
+        LoadMatrices(a, at + i * kSlices * 32);
+        Mma(s, a, held[i][0], held[i][1]);
       }
-      float* to = scores + (slice * kRows + lane / 4) * kScoreStride + key0 + lane % 4 * 2;
 #pragma unroll
-      for (int n = 0; n < 2; ++n) {
-        *reinterpret_cast<float2*>(to + n * 8) = {s[n][0], s[n][1]};
-        *reinterpret_cast<float2*>(to + n * 8 + 8 * kScoreStride) = {s[n][2], s[n][3]};
-      }
+      for (int i = 0; i < 4; ++i) score_at(slice, pair + i % 2, key0 + quad + i / 2 * 8) = s[i];
     }
     __syncthreads();
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const int row = warp + i * kWarps;
-      if (row >= heads) break;
+    if (warp < heads) {
       const bool seen = first_key + lane < end;
-      const float* at = scores + row * kScoreStride + lane;
-      constexpr int kSlice = kRows * kScoreStride;
-      const float sliced = ((at[0] + at[kSlice]) + at[2 * kSlice]) + at[3 * kSlice];
-      const float score = seen ? sliced * p.scale : -INFINITY;
+      const auto of = [&](int of_slice) { return score_at(of_slice, warp, lane); };
+      const float score = seen ? (((of(0) + of(1)) + of(2)) + of(3)) * p.scale : -INFINITY;
       float largest = score;
       for (int offset = 16; offset > 0; offset /= 2)
         largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, offset));
-      const float now = fmaxf(maximum[i], largest);
+      const float now = fmaxf(maximum, largest);
       const float weight = seen ? expf(score - now) : 0.0f;
-      weights[row * kWeightStride + lane] = __float2bfloat16_rn(weight);
+      weights[warp * kWeightStride + lane] = __float2bfloat16_rn(weight);
       float added = weight;
       for (int offset = 16; offset > 0; offset /= 2)
         added += __shfl_xor_sync(0xffffffffu, added, offset);
-      const float factor = maximum[i] == now ? 1.0f : expf(maximum[i] - now);
-      sum[i] = sum[i] * factor + added;
-      maximum[i] = now;
-      if (lane == 0) rescale[row] = factor;
+      const float factor = maximum == now ? 1.0f : expf(maximum - now);
+      sum = sum * factor + added;
+      maximum = now;
+      if (lane == 0) rescale[warp] = factor;
     }
     __syncthreads();
-    const float low = rescale[lane / 4], high = rescale[lane / 4 + 8];
+    const uint32_t columns_at =
+        ChunkOf(tile, key_bytes, lane / 16 * 8 + lane % 8, warp * 2 + lane / 8 % 2);
+    const float2 factor = *reinterpret_cast<const float2*>(rescale + pair);
 #pragma unroll
     for (int c = 0; c < kColumnTiles; ++c) {
-      out[c][0] *= low;
-      out[c][1] *= low;
-      out[c][2] *= high;
-      out[c][3] *= high;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) out[c][i] *= i % 2 == 0 ? factor.x : factor.y;
     }
+    uint32_t b[4];
+    LoadMatrices(b, weights + lane % 8 * kWeightStride + lane / 8 * 8);
 #pragma unroll
-    for (int k = 0; k < kKeys; k += 16) {
-      uint32_t a[4];
-      LoadMatrices(a, weights + lane % 16 * kWeightStride + k + lane / 16 * 8);
+    for (int c = 0; c < kColumnTiles; ++c) {
+      if (kv_lora < kMaxLatent && (c * kWarps + warp) * 16 >= kv_lora) continue;
 #pragma unroll
-      for (int c = 0; c < kColumnTiles; c += 2) {
-        const int column = (c / 2 * kWarps + warp) * 16;
-        if (column / 8 >= column_tiles) continue;
-        uint32_t b[4];
-        LoadMatricesTransposed(b, tile + (k + lane % 16) * stride + column + lane / 16 * 8);
-        Mma(out[c], a, b[0], b[1]);
-        Mma(out[c + 1], a, b[2], b[3]);
+      for (int k16 = 0; k16 < 2; ++k16) {
+        uint32_t a[4];
+        LoadMatricesTransposed(a, columns_at + k16 * 16 * key_bytes + c * kWarps * 32);
+        Mma(out[c], a, b[2 * k16], b[2 * k16 + 1]);
       }
     }
     if (first_key + kKeys < part_end) continue;
     part_end = min(part_end + of_row.keys, end);
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const Fold fold = FoldOf(all_maximum[i], maximum[i]);
-      all_sum[i] = Folded(all_sum[i], fold.of_a, sum[i], fold.of_b);
-      all_maximum[i] = fold.maximum;
-      maximum[i] = -INFINITY;
-      sum[i] = 0;
-      if (lane == 0) folds[warp + i * kWarps] = {fold.of_a, fold.of_b};
-    }
+    const Fold fold = FoldOf(all_maximum, maximum);
+    all_sum = Folded(all_sum, fold.of_a, sum, fold.of_b);
+    all_maximum = fold.maximum;
+    maximum = -INFINITY;
+    sum = 0;
+    if (lane == 0) folds[warp] = {fold.of_a, fold.of_b};
     __syncthreads();
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const float2 fold = folds[lane / 4 + half * 8];
+    for (int i = 0; i < 4; ++i) {
+      const float2 by = folds[pair + i % 2];
 #pragma unroll
       for (int c = 0; c < kColumnTiles; ++c) {
-#pragma unroll
-        for (int i = half * 2; i < half * 2 + 2; ++i) {
-          all[c][i] = Folded(all[c][i], fold.x, out[c][i], fold.y);
-          out[c][i] = 0;
-        }
+        all[c][i] = Folded(all[c][i], by.x, out[c][i], by.y);
+        out[c][i] = 0;
       }
     }
   }
 
-  const int64_t part = PartOf(p, token, static_cast<int>(blockIdx.z), splits);
+  const int64_t part = PartOf(p, token, static_cast<int>(blockIdx.z), splits) + first_head;
+  if (warp < heads && lane == 0) p.stats[part + warp] = {all_maximum, all_sum};
 #pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const int row = warp + i * kWarps;
-    if (row < heads && lane == 0) p.stats[part + first_head + row] = {all_maximum[i], all_sum[i]};
-  }
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const int row = lane / 4 + half * 8;
-    if (row >= heads) continue;
-    float* to = p.parts + (part + first_head + row) * p.kv_lora;
+  for (int i = 0; i < 4; ++i) {
+    const int head = pair + i % 2;
+    if (head >= heads) continue;
+    float* to = p.parts + (part + head) * kv_lora;
 #pragma unroll
     for (int c = 0; c < kColumnTiles; ++c) {
-      const int column = (c / 2 * kWarps + warp) * 16 + c % 2 * 8 + lane % 4 * 2;
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        if (column + i < p.kv_lora) to[column + i] = all[c][half * 2 + i];
-      }
+      const int column = (c * kWarps + warp) * 16 + quad + i / 2 * 8;
+      if (column < kv_lora) to[column] = all[c][i];
     }
   }
 }
@@ -487,17 +493,35 @@ __global__ void __launch_bounds__(kCombineThreads)
   }
 }
 
-template <int kHeld, int kBlocks>
-void LaunchDecode(const DecodeParams& p, dim3 grid, int splits, cudaStream_t stream) {
-  // A block that has its multiprocessor to itself loads further ahead.
-  int stages = 2;
-  if (int64_t{grid.x} * grid.y * grid.z <= Processors() &&
-      SharedBytes(p.latent_dim, 4) <= SharedLimit())
-    stages = 4;
-  const int bytes = SharedBytes(p.latent_dim, stages);
-  auto* kernel = DecodeKernel<kHeld, kBlocks>;
+int HeadGroups(const DecodeParams& p) { return (p.num_heads + kHeads - 1) / kHeads; }
+int SharedBytes(int latent_dim, int stages) { return kKeysAt + stages * StageBytes(latent_dim); }
+
+template <typename Shape, int kStages, int kBlocks>
+void Launch(const DecodeParams& p, int parts, int splits, cudaStream_t stream) {
+  const int bytes = SharedBytes(p.latent_dim, kStages);
+  auto* kernel = DecodeKernel<Shape, kStages, kBlocks>;
   Check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
-  LaunchEarly(kernel, grid, kThreads, static_cast<size_t>(bytes), stream, p, splits, stages);
+  const dim3 grid(static_cast<unsigned>(p.num_tokens), static_cast<unsigned>(HeadGroups(p)),
+                  static_cast<unsigned>(parts));
+  LaunchEarly(kernel, grid, kThreads, static_cast<size_t>(bytes), stream, p, splits);
+}
+
+void LaunchDecode(const DecodeParams& p, int parts, int splits, cudaStream_t stream) {
+  if (!KimiShape::Is(p)) {
+    if (PaddedLatent(p.latent_dim) <= 9 * 16 * kSlices)
+      return Launch<AnyShape<9>, 2, 2>(p, parts, splits, stream);
+    return Launch<AnyShape<32>, 2, 1>(p, parts, splits, stream);
+  }
+  // As far ahead as shared memory allows, for a block that has its multiprocessor to itself or for
+  // two; a kilobyte a block is the driver's.
+  constexpr int kReserved = 1024;
+  const int limit = SharedLimit(), latent_dim = KimiShape::kLatentDim;
+  if (int64_t{p.num_tokens} * HeadGroups(p) * parts <= Processors() &&
+      SharedBytes(latent_dim, 6) <= limit)
+    return Launch<KimiShape, 6, 1>(p, parts, splits, stream);
+  if (2 * (SharedBytes(latent_dim, 3) + kReserved) <= limit + kReserved)
+    return Launch<KimiShape, 3, 2>(p, parts, splits, stream);
+  return Launch<KimiShape, 2, 2>(p, parts, splits, stream);
 }
 
 }  // namespace
@@ -524,23 +548,15 @@ void AttendDecode(const DecodeParams& params, cudaStream_t stream) {
     Fail("kv_lora_rank = " + std::to_string(p.kv_lora) + ": the kernel holds at most " +
          std::to_string(kMaxLatent));
   }
-  const int steps = PaddedLatent(p.latent_dim) / 16 / kSlices;
-  const int head_groups = (p.num_heads + kRows - 1) / kRows;
   // At most so many splits, whatever the positions.
   const int most = std::min(kMaxSplits, (p.pages_per_seq + kPagesASplit - 1) / kPagesASplit);
   for (int left = params.num_tokens; left > 0; left -= p.num_tokens) {
     // A block a split fills the GPU with few rows; with many a block has kFolded of them, so that
     // it is seldom at a beginning or an end, and writes an eighth. The bits are the same.
     const int folded = (most + kFolded - 1) / kFolded,
-              splits = int64_t{left} * head_groups * folded >= Processors() ? kFolded : 1;
+              splits = int64_t{left} * HeadGroups(p) * folded >= Processors() ? kFolded : 1;
     p.num_tokens = std::min(left, kSplitTokens * splits);
-    const dim3 grid(static_cast<unsigned>(p.num_tokens), static_cast<unsigned>(head_groups),
-                    static_cast<unsigned>(splits == 1 ? most : folded));
-    if (steps <= 9) {
-      LaunchDecode<9, 2>(p, grid, splits, stream);
-    } else {
-      LaunchDecode<32, 1>(p, grid, splits, stream);
-    }
+    LaunchDecode(p, splits == 1 ? most : folded, splits, stream);
     LaunchEarly(CombineKernel,
                 dim3(static_cast<unsigned>(p.num_tokens), static_cast<unsigned>(p.num_heads)),
                 kCombineThreads, 0, stream, p, splits);

@@ -21,10 +21,13 @@ __device__ inline void LoadMatrices(uint32_t (&to)[4], uint32_t row) {
 __device__ inline void LoadMatrices(uint32_t (&to)[4], const void* row) {
   LoadMatrices(to, SharedAddress(row));
 }
-__device__ inline void LoadMatricesTransposed(uint32_t (&to)[4], const void* row) {
+__device__ inline void LoadMatricesTransposed(uint32_t (&to)[4], uint32_t row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
-               : "r"(SharedAddress(row)));
+               : "r"(row));
+}
+__device__ inline void LoadMatricesTransposed(uint32_t (&to)[4], const void* row) {
+  LoadMatricesTransposed(to, SharedAddress(row));
 }
 
 // d += a · b, 16 × 8 × 16. Lane 4q + t holds a: rows q, q + 8 at k 2t, 2t + 1 and 2t + 8, 2t + 9;
