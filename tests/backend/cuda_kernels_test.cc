@@ -6,6 +6,7 @@
 #include <thread>
 
 #include "extractor/backend/cuda/decode.h"
+#include "extractor/backend/cuda/launch.h"
 #include "extractor/backend/cuda/owners.h"
 #include "extractor/backend/cuda/step_graphs.h"
 #include "extractor/backend/cuda/stream_product.h"
@@ -39,6 +40,14 @@ struct ProductShape {
 
 class StreamProductTest : public ::testing::TestWithParam<ProductShape> {
  protected:
+  void SetUp() override {
+    SKIP_WITHOUT_GPU();
+    stream_ = std::make_unique<Stream>();
+    portable_ = std::make_unique<StreamWorkspace>(/*hopper=*/false);
+    if (Attribute(cudaDevAttrComputeCapabilityMajor) == 9)
+      hopper_ = std::make_unique<StreamWorkspace>(/*hopper=*/true);
+    workspace_ = hopper_ ? hopper_.get() : portable_.get();
+  }
   // y of m rows, from rows [first, first + m) of x; kAdd adds to 1.
   std::vector<float> Run(const DeviceArray<uint16_t>& x, const DeviceArray<uint16_t>& w,
                          const DeviceArray<uint16_t>& w2, int first, int m, Epilogue epilogue) {
@@ -71,13 +80,11 @@ class StreamProductTest : public ::testing::TestWithParam<ProductShape> {
     return epilogue == Epilogue::kFloat ? floats.Get() : FromBf16(halves.Get());
   }
   std::unique_ptr<Stream> stream_;
-  std::unique_ptr<StreamWorkspace> workspace_;
+  std::unique_ptr<StreamWorkspace> portable_, hopper_;
+  const StreamWorkspace* workspace_ = nullptr;
 };
 
-TEST_P(StreamProductTest, EqualsPlainArithmeticAndNoRowDependsOnItsCompany) {
-  SKIP_WITHOUT_GPU();
-  stream_ = std::make_unique<Stream>();
-  workspace_ = std::make_unique<StreamWorkspace>();
+TEST_P(StreamProductTest, EqualsPlainArithmeticAndNoRowDependsOnItsCompanyOrTheForm) {
   const auto [n, n2, k, batch] = GetParam();
   constexpr int kRows = 300;
   const float scale = 1 / std::sqrt(static_cast<float>(k));
@@ -114,34 +121,32 @@ TEST_P(StreamProductTest, EqualsPlainArithmeticAndNoRowDependsOnItsCompany) {
         }
       }
     }
-    // Every form: 1 to 8 rows, to 16, and tiles with their K in one, two and eight parts.
-    for (const auto& [first, m] : std::vector<std::pair<int, int>>{{0, 1},
-                                                                   {299, 1},
-                                                                   {5, 8},
-                                                                   {100, 9},
-                                                                   {280, 16},
-                                                                   {3, 17},
-                                                                   {236, 64},
-                                                                   {7, 65},
-                                                                   {0, 200}}) {
-      const auto part = Run(gpu_x, gpu_w, gpu_w2, first, m, epilogue);
-      const auto from = together.begin() + int64_t{first} * batch * width;
-      EXPECT_TRUE(std::equal(part.begin(), part.end(), from)) << m << " rows from " << first;
+    // Every form: 1 to 8 rows, to 16, to 64, to 128, and tiles with their K in one, two, four and
+    // eight parts.
+    const std::vector<std::pair<int, int>> parts = {{0, 1},     {299, 1},  {5, 8},    {100, 9},
+                                                    {280, 16},  {3, 17},   {236, 64}, {7, 65},
+                                                    {170, 128}, {40, 129}, {0, 200}};
+    for (const StreamWorkspace* workspace : {hopper_.get(), portable_.get()}) {
+      if (workspace == nullptr) continue;
+      workspace_ = workspace;
+      for (const auto& [first, m] : parts) {
+        const auto part = Run(gpu_x, gpu_w, gpu_w2, first, m, epilogue);
+        const auto from = together.begin() + int64_t{first} * batch * width;
+        EXPECT_TRUE(std::equal(part.begin(), part.end(), from))
+            << m << " rows from " << first << (workspace->hopper() ? ", hopper" : ", portable");
+      }
     }
   }
 }
 
 TEST_P(StreamProductTest, TwoInOneLaunchAreTheSameBits) {
-  SKIP_WITHOUT_GPU();
   const auto [n, n2, k, batch] = GetParam();
   if (batch > 1 || n2 > 0) return;
-  stream_ = std::make_unique<Stream>();
-  workspace_ = std::make_unique<StreamWorkspace>();
   constexpr int kRows = 200;
   const float scale = 1 / std::sqrt(static_cast<float>(k));
   const DeviceArray<uint16_t> x(ToBf16(Random(int64_t{kRows} * k))),
       w(ToBf16(Random(int64_t{n} * k, scale))), w2(ToBf16(Random(int64_t{n} * k, scale)));
-  for (const int m : {1, 8, 13, 16, 17, 64, kRows}) {
+  for (const int m : {1, 8, 13, 16, 17, 64, 100, kRows}) {
     const auto size = static_cast<size_t>(m * n);
     DeviceArray<float> products(size);
     DeviceArray<uint16_t> gated(size);
@@ -166,9 +171,6 @@ TEST_P(StreamProductTest, TwoInOneLaunchAreTheSameBits) {
 }
 
 TEST_P(StreamProductTest, NoRowsAreNoLaunch) {
-  SKIP_WITHOUT_GPU();
-  stream_ = std::make_unique<Stream>();
-  workspace_ = std::make_unique<StreamWorkspace>();
   const DeviceArray<uint16_t> nothing(64);
   EXPECT_TRUE(Run(nothing, nothing, nothing, 0, 0, Epilogue::kBf16).empty());
 }

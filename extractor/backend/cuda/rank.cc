@@ -18,6 +18,15 @@ constexpr int kMostGraphRows = 512;
 
 size_t Padded(size_t bytes) { return (bytes + kAlign - 1) / kAlign * kAlign; }
 
+// Whether the kernels of sm_90a run.
+bool ByHopper(int device, const CudaOptions& options) {
+  int major;
+  Check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
+  if (options.kernels == CudaOptions::Kernels::kHopper && major != 9)
+    Fail("--kernels hopper: GPU " + std::to_string(device) + " is not of that family");
+  return major == 9 && options.kernels != CudaOptions::Kernels::kPortable;
+}
+
 // Where each array of a plan lies behind the others.
 class Packing {
  public:
@@ -37,13 +46,12 @@ class Packing {
 
 CudaBackend::CudaBackend(int rank, int device, std::shared_ptr<DeviceGroup> group,
                          const CudaOptions& options)
-    : device_(device), communicator_(rank, std::move(group)), uploader_(device) {
+    : device_(device),
+      communicator_(rank, std::move(group)),
+      uploader_(device),
+      hopper_(ByHopper(device, options)),
+      stream_workspace_(hopper_) {
   communicator_.group().Join(rank);
-  int major;
-  Check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
-  if (options.kernels == CudaOptions::Kernels::kHopper && major != 9)
-    Fail("--kernels hopper: GPU " + std::to_string(device) + " is not of that family");
-  hopper_ = major == 9 && options.kernels != CudaOptions::Kernels::kPortable;
 }
 
 CudaBackend::~CudaBackend() {

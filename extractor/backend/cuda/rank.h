@@ -132,6 +132,7 @@ class CudaBackend : public Backend {
   Uploader uploader_;
   Stream stream_, copies_;  // copies_: captured states to the host, under the next ops
   Gemm gemm_;
+  const bool hopper_;
   StreamWorkspace stream_workspace_;
   StepGraphs graphs_;  // of steps that only decode
   StepPlan rounded_;
@@ -143,7 +144,6 @@ class CudaBackend : public Backend {
   DeviceBuffer cache_;
   // Products of INT4 experts: Hopper's kernel, or the portable one.
   const RowMaps& MapsOf(const bf16* x, int columns);
-  bool hopper_ = false;
   struct MapsOfRows {
     const bf16* x;
     int columns;

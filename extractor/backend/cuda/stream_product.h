@@ -38,14 +38,17 @@ struct StreamProductParams {
 bool Streamable(const StreamProductParams& params);
 
 // Room for products whose K several blocks share: partial sums and zeroed counters. One stream at a
-// time.
+// time. hopper: the GPU has the instructions of sm_90a.
+inline constexpr int kWideSums = 132 * 64 * 256;
 class StreamWorkspace {
  public:
-  StreamWorkspace();
+  explicit StreamWorkspace(bool hopper);
+  bool hopper() const { return hopper_; }
   float* sums() const { return sums_.as<float>(); }
   int* arrived() const { return arrived_.as<int>(); }
 
  private:
+  bool hopper_;
   DeviceBuffer sums_, arrived_;
 };
 
@@ -57,5 +60,11 @@ void StreamProduct(const StreamProductParams& params, const StreamWorkspace& wor
 // batch.
 void StreamProductBoth(const StreamProductParams& first, const StreamProductParams& second,
                        const StreamWorkspace& workspace, cudaStream_t stream);
+
+// The forms for more rows than 16 by wgmma (sm_90a): the same bits.
+void HopperWideProduct(const StreamProductParams& params, const StreamWorkspace& workspace,
+                       cudaStream_t stream);
+void HopperWideProductBoth(const StreamProductParams& first, const StreamProductParams& second,
+                           const StreamWorkspace& workspace, cudaStream_t stream);
 
 }  // namespace statetap::cuda

@@ -34,7 +34,8 @@ for name in ("Wgmma", "WgmmaShared", "WgmmaByColumns"):
     out += ["template <int kWidth>", f"struct {name};", ""]
 for n in range(8, 201, 8):
     out += struct("Wgmma", n)
-out += struct("WgmmaShared", 128, shared_a=True)
+for n in (32, 64, 128):
+    out += struct("WgmmaShared", n, shared_a=True)
 out += struct("WgmmaByColumns", 128, by_columns=True)
 out += ["}  // namespace statetap::cuda"]
 pathlib.Path(__file__).with_name("wgmma.h").write_text("\n".join(out) + "\n")

@@ -87,10 +87,13 @@ __device__ __forceinline__ void Settle(float (&values)[kCount]) {
 #pragma unroll
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(values[i])::"memory");
 }
-// Operand B: K-major rows of 128 bytes, 128-byte swizzle, atoms of 8 rows.
+// An operand in shared memory: K-major rows of 128 bytes, 128-byte swizzle, atoms of 8 rows.
+__device__ inline uint64_t LineDescriptor(uint32_t rows) {
+  return static_cast<uint64_t>((rows & 0x3ffffu) >> 4) | uint64_t{1} << 16 | uint64_t{64} << 32 |
+         uint64_t{1} << 62;
+}
 __device__ inline uint64_t TokenDescriptor(const void* tokens) {
-  return static_cast<uint64_t>((Address(tokens) & 0x3ffffu) >> 4) | uint64_t{1} << 16 |
-         uint64_t{64} << 32 | uint64_t{1} << 62;
+  return LineDescriptor(Address(tokens));
 }
 
 // As in the portable kernel: 128 + n, − 136, · scale; sm_90 has both instructions in bf16.
