@@ -8,7 +8,9 @@
 namespace statetap::cuda {
 namespace {
 
-constexpr int kFewTokens = 512;  // of a step: so few that the experts' weights are read for them
+// Rows of an expert, expected: so few that mma.sync is faster, as wgmma loads weights from
+// registers for 30 cycles whatever the width.
+constexpr int kFewExpected = 6;
 constexpr int64_t kNear = int64_t{1} << 30;  // values between two matrices
 // Of a half's first product, by RoutedStage: beside each part as much travels as it takes time.
 constexpr int kGateUpParts[] = {0, 40, 55, 100};
@@ -83,11 +85,11 @@ void CudaBackend::RoutedFfnStage(const Step& step, const RoutedFfnParams& p, Rou
   const bool by_hopper = hopper_ && experts.format() == Format::kInt4;
   // About the rows that an expert gets.
   const int expected = CeilDiv(step.num_tokens * p.top_k, num_experts);
-  const bool few = by_hopper && step.num_tokens <= kFewTokens;
+  const bool few = by_hopper && expected <= kFewExpected;
   int tile_rows = experts.format() == Format::kInt4 ? 128 : 64;
   // Hopper's tiles are as wide as they need anyway.
   if (by_hopper) tile_rows = expected <= kNarrowRows ? kHopperNarrowRows : kHopperTileRows;
-  if (few) tile_rows = step.num_tokens <= 8 ? 8 : expected <= 8 ? 16 : kFewRows;
+  if (few) tile_rows = step.num_tokens <= 8 ? 8 : kFewRows;
   while (!by_hopper && tile_rows > 16 && tile_rows / 2 >= expected) tile_rows /= 2;
   SortRowsParams sorted{p.experts, experts.slot_of_expert(),  step.num_tokens,
                         p.top_k,   experts.shape().num_slots, tile_rows};

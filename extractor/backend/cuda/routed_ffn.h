@@ -81,9 +81,9 @@ RowMaps MakeRowMaps(const bf16* x, int64_t rows, int columns);
 void HopperProduct(const GroupedProductParams& params, const RowMaps& maps, Product product,
                    int tile_rows, cudaStream_t stream);
 
-// The same bits for few rows an expert: tiles of at most tile_rows = 8, 16 or 32 rows, which may
+// The same bits for few rows an expert: tiles of at most tile_rows = 8 or kFewRows rows, which may
 // come in any order of width.
-inline constexpr int kFewRows = 32;
+inline constexpr int kFewRows = 16;
 void FewRowsProduct(const GroupedProductParams& params, const RowMaps& maps, Product product,
                     int tile_rows, cudaStream_t stream);
 

@@ -225,12 +225,6 @@ __global__ void __launch_bounds__(F::kThreads, F::kBlocks)
   for (int i = static_cast<int>(blockIdx.x); i < total; i += static_cast<int>(gridDim.x)) {
     const Unit<F::kGroups> unit(p, i);
     // A tile may be narrower than the launch allows for.
-    if constexpr (kMaxWidth > 16) {
-      if (unit.tile.width > 16) {
-        Consume<kProduct, 32, F>(p, unit, ring, place);
-        continue;
-      }
-    }
     if constexpr (kMaxWidth > 8) {
       if (unit.tile.width > 8) {
         Consume<kProduct, 16, F>(p, unit, ring, place);
@@ -253,9 +247,8 @@ void Launch(const GroupedProductParams& p, const Maps& maps, cudaStream_t stream
 template <Product kProduct>
 void LaunchWidth(const GroupedProductParams& p, const Maps& maps, int tile_rows,
                  cudaStream_t stream) {
-  if (tile_rows == 8) return Launch<kProduct, 8>(p, maps, stream);
-  if (tile_rows == 16) return Launch<kProduct, 16>(p, maps, stream);
-  return Launch<kProduct, 32>(p, maps, stream);
+  return tile_rows == 8 ? Launch<kProduct, 8>(p, maps, stream)
+                        : Launch<kProduct, kFewRows>(p, maps, stream);
 }
 
 }  // namespace
