@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <type_traits>
 
+#include "extractor/backend/cuda/cache_rows.h"
 #include "extractor/backend/cuda/check.h"
 #include "extractor/backend/cuda/launch.h"
 #include "extractor/backend/cuda/mma.h"
@@ -18,17 +19,6 @@ constexpr int kColumnTiles = kMaxLatent / 8 / kWarps;  // n8 tiles of the output
 constexpr int kPad = 8;  // values behind a row in shared memory: ldmatrix without bank conflicts
 constexpr int kSmallRows = 16, kLargeRows = 64;
 static_assert(kKeys == 64, "the phases below deal out 64 keys");
-
-__device__ int64_t CacheRow(const int32_t* page_table, int pages_per_seq, int sequence,
-                            int position) {
-  const int page =
-      page_table[static_cast<int64_t>(sequence) * pages_per_seq + position / kPageTokens];
-  return static_cast<int64_t>(page) * kPageTokens + position % kPageTokens;
-}
-
-__device__ float2 Rotate(float a, float b, float2 cos_sin) {
-  return {a * cos_sin.x - b * cos_sin.y, a * cos_sin.y + b * cos_sin.x};
-}
 
 // Of a row: by 16 bytes, or, where rows do not lie at multiples of that, pair by pair.
 template <bool kWide>

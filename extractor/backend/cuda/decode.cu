@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "extractor/backend/cuda/cache_rows.h"
 #include "extractor/backend/cuda/check.h"
 #include "extractor/backend/cuda/launch.h"
 #include "extractor/backend/cuda/mma.h"
@@ -10,22 +11,6 @@ namespace statetap::cuda {
 namespace {
 
 constexpr int kPad = 8;  // values behind a row in shared memory: ldmatrix without bank conflicts
-
-__device__ int64_t CacheRow(const int32_t* page_table, int pages_per_seq, int sequence,
-                            int position) {
-  const int page =
-      page_table[static_cast<int64_t>(sequence) * pages_per_seq + position / kPageTokens];
-  return static_cast<int64_t>(page) * kPageTokens + position % kPageTokens;
-}
-
-__device__ uint32_t Pack(float a, float b) {
-  const __nv_bfloat162 pair = __floats2bfloat162_rn(a, b);
-  return *reinterpret_cast<const uint32_t*>(&pair);
-}
-
-__device__ float2 Rotate(float a, float b, float2 cos_sin) {
-  return {a * cos_sin.x - b * cos_sin.y, a * cos_sin.y + b * cos_sin.x};
-}
 
 constexpr int kAbsorbThreads = 128, kAbsorbTokens = 16, kAbsorbColumns = 64;
 

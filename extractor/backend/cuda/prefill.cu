@@ -81,11 +81,6 @@ __device__ void LoadKeys(const AttendPromptsParams& p, int64_t key_row, int head
   CommitCopies();
 }
 
-__device__ uint32_t Pack(float a, float b) {
-  const __nv_bfloat162 pair = __floats2bfloat162_rn(a, b);
-  return *reinterpret_cast<const uint32_t*>(&pair);
-}
-
 // grid: (tile, head). A warp has 16 query rows, in registers for the whole loop; keys and values
 // pass through two stages, the next one loading while this one is multiplied.
 __global__ void __launch_bounds__(kThreads, 1)

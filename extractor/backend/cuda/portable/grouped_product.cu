@@ -114,11 +114,6 @@ __device__ void MultiplyStage(const unsigned char* stage, float (&acc)[2][kRows 
 
 __device__ float Silu(float x) { return x / (1.0f + expf(-x)); }
 
-__device__ uint32_t Pack(float a, float b) {
-  const __nv_bfloat162 pair = __floats2bfloat162_rn(a, b);
-  return *reinterpret_cast<const uint32_t*>(&pair);
-}
-
 template <Product kProduct, int kRows>
 __device__ void StoreTile(const GroupedProductParams& p, const TokenTile& tile, int weight_tile,
                           const float (&acc)[2][kRows / 8][4]) {

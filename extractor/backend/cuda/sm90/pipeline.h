@@ -7,6 +7,7 @@
 
 #include <cstdint>
 
+#include "extractor/backend/cuda/mma.h"
 #include "extractor/backend/cuda/routed_ffn.h"
 
 namespace statetap::cuda {
@@ -106,9 +107,5 @@ __device__ inline uint32_t Dequantise(uint32_t word, uint32_t scale_twice) {
 }
 
 __device__ inline float Silu(float x) { return __fdividef(x, 1.0f + __expf(-x)); }
-__device__ inline uint32_t Pack(float a, float b) {
-  const __nv_bfloat162 pair = __floats2bfloat162_rn(a, b);
-  return *reinterpret_cast<const uint32_t*>(&pair);
-}
 
 }  // namespace statetap::cuda
