@@ -6,13 +6,19 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include <fstream>
+#include <set>
+
+#include "extractor/shard/shard_reader.h"
 #include "tests/support/server_fixture.h"
 
 namespace statetap {
 namespace {
 
+using ::testing::AllOf;
 using testing::FakeModel;
 using ::testing::HasSubstr;
+using ::testing::Not;
 using testing::StatusIs;
 using ServerLifeTest = testing::ServerFixture;
 
@@ -202,6 +208,94 @@ TEST_F(ServerLifeTest, HttpTellsHealthAndMetrics) {
   EXPECT_THAT(metrics->body, HasSubstr("statetap_engine_up 1"));
 }
 
+// The story of docs/operate.md, "A second disk, and one that fails", up to the last one.
+TEST_F(ServerLifeTest, SaysWhichShardFolderFailedAndWhereAJobsShardsLie) {
+  const testing::TempDir disks;
+  server_.reset();
+  shards_ = {disks / "a", disks / "b"};
+  Start();
+  httplib::Client client("http://" + server_->http_address());
+  const auto get = [&](const char* path) {
+    const auto answer = client.Get(path);
+    EXPECT_TRUE(answer && answer->status == 200) << path;
+    return answer ? answer->body : std::string();
+  };
+  const auto texts = [](int count) {
+    std::vector<v1::SampleInput> samples;
+    for (int i = 0; i < count; ++i) {
+      samples.push_back(
+          testing::IdsSample(fmt::format("s{}", i), std::vector<int32_t>(250, i + 1)));
+    }
+    return samples;
+  };
+  const auto paths = [](const v1::Job& job) {
+    return std::vector<std::string>(job.shards_paths().begin(), job.shards_paths().end());
+  };
+  v1::JobOptions options;
+  options.set_mode(v1::JOB_MODE_PREFILL);
+  options.set_shard_bytes(1 << 20);  // 33 samples
+  EXPECT_EQ(get("/healthz"), "ok\n");
+
+  // The folder that has its first shard is lost under a running job, which goes on in the other.
+  engine_->faults.step = std::chrono::milliseconds(1);
+  v1::Job job;
+  ASSERT_TRUE(Submit(options, texts(400), &job).ok());
+  for (int i = 0; i < 30000 && job.counts().stored() == 0; ++i) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(2));
+    grpc::ClientContext context;
+    v1::GetJobRequest which;
+    which.set_job(job.id());
+    ASSERT_TRUE(jobs_->GetJob(&context, which, &job).ok());
+  }
+  const std::string here = job.shards_path();
+  const auto one = std::filesystem::path(here).parent_path();
+  const auto two = one == shards_[0] ? shards_[1] : shards_[0];
+  const std::string there = (two / job.id()).string();
+  std::filesystem::rename(here, one / "lost");
+  std::ofstream(here) << "in the way";
+  job = Watch(job.id());
+  EXPECT_EQ(job.state(), v1::JOB_STATE_SUCCEEDED) << job.message();
+  EXPECT_EQ(paths(job), (std::vector{here, there}));
+  EXPECT_EQ(job.shards_path(), here);
+  const std::string out_of_use =
+      fmt::format("ok; shard folder {} is out of use until a restart: ", one.string());
+  EXPECT_THAT(get("/healthz"), AllOf(HasSubstr(out_of_use), HasSubstr(here)));
+  EXPECT_THAT(get("/metrics"),
+              HasSubstr(fmt::format("shard_folder_up{{path=\"{}\"}} 0", one.string())));
+  EXPECT_THAT(get("/metrics"),
+              HasSubstr(fmt::format("shard_folder_up{{path=\"{}\"}} 1", two.string())));
+  // With the folder back, every sample is found there or here.
+  std::filesystem::remove(here);
+  std::filesystem::rename(one / "lost", here);
+  std::set<std::string> ids;
+  for (const std::string& path : paths(job)) {
+    for (const auto& file : std::filesystem::directory_iterator(path)) {
+      if (file.path().extension() == ".partial") continue;  // was open as the folder went
+      ASSERT_OK_AND_ASSIGN(const auto reader, ShardReader::Open(file.path()));
+      for (const SampleEntry& entry : reader->samples()) ids.insert(entry.id);
+    }
+  }
+  EXPECT_EQ(ids.size(), 400u);
+
+  // The second is the last in use: it is named, and tried all the same.
+  std::filesystem::rename(two, disks / "lost");
+  std::ofstream(two) << "in the way";
+  ASSERT_TRUE(Submit(options, texts(1), &job).ok());
+  job = Watch(job.id());
+  EXPECT_EQ(job.state(), v1::JOB_STATE_FAILED);
+  const std::string cannot = fmt::format("; shard folder {} cannot be written: ", two.string());
+  EXPECT_THAT(get("/healthz"), AllOf(HasSubstr(out_of_use), HasSubstr(cannot)));
+  EXPECT_THAT(get("/metrics"),
+              HasSubstr(fmt::format("shard_folder_up{{path=\"{}\"}} 0", two.string())));
+  std::filesystem::remove(two);
+  std::filesystem::rename(disks / "lost", two);
+  ASSERT_TRUE(Submit(options, texts(2), &job).ok());
+  job = Watch(job.id());
+  EXPECT_EQ(job.counts().stored(), 2);
+  EXPECT_EQ(paths(job), std::vector{(two / job.id()).string()});
+  EXPECT_THAT(get("/healthz"), AllOf(HasSubstr(out_of_use), Not(HasSubstr(cannot))));
+}
+
 TEST_F(ServerLifeTest, PagesShowJobsSamplesAndRejects) {
   v1::SampleInput hostile = testing::ChatSample("<script>alert(1)</script>", "");
   const v1::SampleInput refused = testing::IdsSample("refused", {1 << 30});
@@ -226,9 +320,9 @@ TEST_F(ServerLifeTest, PagesShowJobsSamplesAndRejects) {
                 HasSubstr("script-src 'self'"));
     EXPECT_EQ(answer->status, 200) << path;
     // What people wrote never becomes a part of the page.
-    EXPECT_THAT(answer->body, ::testing::Not(HasSubstr("<script>alert")));
-    EXPECT_THAT(answer->body, ::testing::Not(HasSubstr("<b>bold")));
-    EXPECT_THAT(answer->body, ::testing::Not(HasSubstr("<i>job")));
+    EXPECT_THAT(answer->body, Not(HasSubstr("<script>alert")));
+    EXPECT_THAT(answer->body, Not(HasSubstr("<b>bold")));
+    EXPECT_THAT(answer->body, Not(HasSubstr("<i>job")));
     return answer->body;
   };
   EXPECT_THAT(page("/"), HasSubstr("a &lt;i&gt;job&lt;/i&gt;"));
@@ -247,7 +341,7 @@ TEST_F(ServerLifeTest, PagesShowJobsSamplesAndRejects) {
   ASSERT_TRUE(act);
   EXPECT_EQ(act->status, 403);
   EXPECT_THAT(act->body, HasSubstr("without --http-token"));
-  EXPECT_THAT(page("/job?id=" + job.id()), ::testing::Not(HasSubstr("<form")));
+  EXPECT_THAT(page("/job?id=" + job.id()), Not(HasSubstr("<form")));
   for (const char* missing : {"/nothing", "/job?id=none", "/sample?job=none&id=x"}) {
     const auto answer = client.Get(missing);
     ASSERT_TRUE(answer);

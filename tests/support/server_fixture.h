@@ -4,6 +4,7 @@
 #include <grpcpp/grpcpp.h>
 
 #include <atomic>
+#include <filesystem>
 #include <memory>
 #include <string>
 #include <vector>
@@ -24,6 +25,7 @@ class ServerFixture : public ::testing::Test {
     engine_ = std::make_unique<FakeEngine>(kHidden, model.config.vocab, model.max_seq_len);
     Server::Options options;
     options.data = dir_.path();
+    options.shards = shards_;
     options.http = "127.0.0.1:0";
     options.verify_counts = true;
     options.engine_failed = [this] { ++engine_failures_; };
@@ -75,6 +77,7 @@ class ServerFixture : public ::testing::Test {
   }
 
   TempDir dir_;
+  std::vector<std::filesystem::path> shards_;  // folders; heeded by Start
   std::atomic<int> engine_failures_{0};
   std::unique_ptr<FakeEngine> engine_;
   std::unique_ptr<Server> server_;
