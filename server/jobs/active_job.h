@@ -7,10 +7,12 @@
 #include <atomic>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 
 #include "server/jobs/job_plan.h"
 #include "server/jobs/rate_meter.h"
+#include "server/store/job_store.h"
 
 namespace statetap {
 
@@ -26,8 +28,10 @@ struct ActiveJob {
   std::atomic<int64_t> running{0};   // samples in the engine
   std::atomic<int64_t> captured{0};  // complete, in shards that the store does not know yet
   std::atomic<int64_t> captured_rows{0};
-  bool gate_passed = false;  // pipeline's thread
   RateMeter rate;
+  // The pipeline's thread only:
+  std::optional<JobCounts> counts;  // as the store has them; none: they have changed since
+  bool gate_passed = false;
 };
 
 using ActiveJobPtr = std::shared_ptr<ActiveJob>;

@@ -300,6 +300,7 @@ absl::Status ShardPipeline::TakeNext(Shard& shard) {
                               done->samples);
   };
   const absl::Status status = note();
+  job->counts.reset();
   if (status.ok()) {
     LogInfo("{}: {} holds {} samples, {} rows, {} bytes", job->id, summary.path.string(),
             summary.samples, summary.rows, summary.bytes);
@@ -369,25 +370,34 @@ void ShardPipeline::CountCaptured(ActiveJob& job) const {
 void ShardPipeline::Reject(const ActiveJobPtr& job,
                            std::span<const JobStore::RejectedSample> samples) {
   if (job->stopped) return;
+  job->counts.reset();
   if (const absl::Status status = store_.Reject(job->key, samples); !status.ok())
     return Fault(job, status);
   CloseIfNothingLeft(job);
 }
 
+absl::StatusOr<JobCounts> ShardPipeline::CountsOf(ActiveJob& job) const {
+  if (!job.counts) {
+    STATETAP_ASSIGN_OR_RETURN(const JobRecord record, store_.GetJob(job.key));
+    job.counts = record.counts;
+  }
+  return *job.counts;
+}
+
 // What is to do lies in shards: nothing else runs, so they are closed, which ends the job.
 void ShardPipeline::CloseIfNothingLeft(const ActiveJobPtr& job) {
   if (job->stopped) return;
-  absl::StatusOr<JobRecord> record = store_.GetJob(job->key);
-  if (!record.ok()) return Fault(job, record.status());
+  const absl::StatusOr<JobCounts> counts = CountsOf(*job);
+  if (!counts.ok()) return Fault(job, counts.status());
   const int64_t in_shards = job->captured;
-  if (record->counts.to_do > in_shards) {
-    if (!job->gate_passed && record->counts.stored + in_shards >= job->plan.options.gate())
+  if (counts->to_do > in_shards) {
+    if (!job->gate_passed && counts->stored + in_shards >= job->plan.options.gate())
       LookAtGate(job);
     return;
   }
   if (const absl::Status status = Close(job); !status.ok()) return Fault(job, status);
   job->stopped = true;
-  record = store_.GetJob(job->key);
+  const absl::StatusOr<JobRecord> record = store_.GetJob(job->key);
   if (record.ok()) {
     LogInfo("{}: {}: {} stored, {} rejected, {} cancelled of {}", job->id, NameOf(record->state),
             record->counts.stored, record->counts.rejected, record->counts.cancelled,

@@ -95,6 +95,9 @@ class ShardPipeline {
   // Drops those that are being filled and waits for those that are on their way: they count.
   void Drop(const ActiveJobPtr& job);
   void CountCaptured(ActiveJob& job) const;
+  // Only this thread's transactions change them while the attempt runs: the store is asked after
+  // each, not for every sample.
+  absl::StatusOr<JobCounts> CountsOf(ActiveJob& job) const;
   void CloseAllNow();
   void CloseIfNothingLeft(const ActiveJobPtr& job);
   void LookAtGate(const ActiveJobPtr& job);
