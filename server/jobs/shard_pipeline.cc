@@ -258,6 +258,7 @@ void ShardPipeline::Append(const ActiveJobPtr& job, std::shared_ptr<FinishedSamp
   if (shard.given_rows * StatesRowBytes(job->shard_config) >=
       static_cast<int64_t>(job->plan.options.shard_bytes()))
     BeginCommit(shard);
+  if (!job->gate_passed) LookAtGate(job);
 }
 
 void ShardPipeline::BeginCommit(Shard& shard) {
@@ -389,12 +390,7 @@ void ShardPipeline::CloseIfNothingLeft(const ActiveJobPtr& job) {
   if (job->stopped) return;
   const absl::StatusOr<JobCounts> counts = CountsOf(*job);
   if (!counts.ok()) return Fault(job, counts.status());
-  const int64_t in_shards = job->captured;
-  if (counts->to_do > in_shards) {
-    if (!job->gate_passed && counts->stored + in_shards >= job->plan.options.gate())
-      LookAtGate(job);
-    return;
-  }
+  if (counts->to_do > job->captured) return;
   if (const absl::Status status = Close(job); !status.ok()) return Fault(job, status);
   job->stopped = true;
   const absl::StatusOr<JobRecord> record = store_.GetJob(job->key);
@@ -406,8 +402,13 @@ void ShardPipeline::CloseIfNothingLeft(const ActiveJobPtr& job) {
   listener_.stopped(*job);
 }
 
-// The first samples are stored, and the rest runs only if nothing about them is alarming.
+// Once the first samples are in shards they are stored, and the rest runs only if nothing about
+// them is alarming. Looked at as each comes: the engine may have captured all others meanwhile.
 void ShardPipeline::LookAtGate(const ActiveJobPtr& job) {
+  const absl::StatusOr<JobCounts> counts = CountsOf(*job);
+  if (!counts.ok()) return Fault(job, counts.status());
+  const int64_t in_shards = job->captured;
+  if (counts->stored + in_shards < job->plan.options.gate() || counts->to_do == in_shards) return;
   job->gate_passed = true;
   if (const absl::Status status = Close(job); !status.ok()) return Fault(job, status);
   const absl::StatusOr<std::string> alarms = AlarmsOf(job->key);

@@ -379,6 +379,25 @@ TEST(JobRunnerTest, AJobWithADeadTapPausesAtItsGateAndASoundOneDoesNot) {
               StatusIs(absl::StatusCode::kInvalidArgument, "gate: -1"));
 }
 
+// The engine may have captured everything by the time that the first sample is in its shard.
+TEST(JobRunnerTest, AGateIsLookedAtAfterItsSamplesHoweverFastTheEngineIs) {
+  JobHarness harness;
+  harness.engine->faults.zero_boundary = 4;
+  harness.Run();
+  v1::JobOptions options = Options();
+  options.set_gate(10);
+  ASSERT_OK_AND_ASSIGN(const JobRecord submitted, harness.Submit(options, Texts(60, 2)));
+  const JobRecord paused = harness.WaitUntil(submitted, [](const JobRecord& now) {
+    return now.state == JobState::kPaused || HasEnded(now.state);
+  });
+  ASSERT_EQ(NameOf(paused.state), "paused");
+  EXPECT_EQ(paused.counts.stored, 10);
+  EXPECT_EQ(paused.counts.to_do, 50);
+  EXPECT_EQ(harness.BufferedInTheEnd(), 0);  // of those that were captured as well
+  ASSERT_OK(harness.runner->Resume(paused));
+  EXPECT_EQ(harness.WaitForEnd(paused).counts.stored, 60);
+}
+
 TEST(JobRunnerTest, ABoundOnShardsPausesTheEngineUntilReadersAreDone) {
   JobRunner::Options options;
   options.max_shard_bytes = 512 << 10;  // 128 bytes a row; a committed shard takes 4.4 MB
