@@ -150,7 +150,8 @@ void AddOptions(CLI::App& app, ServerConfig& config, double& kv_cache_gib, std::
       ->check(PositiveUpTo(kMostGib))
       ->capture_default_str();
   app.add_option("--drain-seconds", config.drain_seconds,
-                 "After SIGTERM: how long running samples may take to finish")
+                 "After SIGTERM: how long running samples may take to finish; a step that still "
+                 "runs two seconds later is left, and its samples run again")
       ->check(CLI::Range(0, 86400))
       ->capture_default_str();
   app.add_option("--engine-failure", config.engine_failure,

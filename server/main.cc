@@ -131,7 +131,11 @@ absl::Status Serve(ServerConfig& config, SignalWaiter& signals) {
     _exit(1);  // a rank that is stuck would be waited for
   }
   LogInfo("draining for at most {} s; a second signal ends at once", config.drain_seconds);
-  server->Drain(std::chrono::seconds(config.drain_seconds));
+  if (!server->Drain(std::chrono::seconds(config.drain_seconds))) {
+    LogWarning(
+        "drained, and left a step that was still running: its samples run again at the next start");
+    _exit(0);  // the step would be waited for
+  }
   LogInfo("drained");
   return absl::OkStatus();
 }

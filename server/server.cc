@@ -172,11 +172,11 @@ const std::string& Server::grpc_address() const { return impl_->grpc_address; }
 const std::string& Server::http_address() const { return impl_->http_address; }
 JobRunner& Server::runner() { return *impl_->runner; }
 
-void Server::Drain(std::chrono::milliseconds limit) {
+bool Server::Drain(std::chrono::milliseconds limit) {
   const auto deadline = std::chrono::steady_clock::now() + limit;
   impl_->draining = true;
   impl_->UpdateHealth();
-  impl_->runner->Drain(deadline);
+  const bool ended = impl_->runner->Drain(deadline);
   if (impl_->features_service != nullptr) impl_->features_service->StopStreams();
   if (impl_->grpc_server != nullptr) {
     impl_->grpc_server->Shutdown(std::chrono::system_clock::now() + kCallsEnd);
@@ -184,7 +184,8 @@ void Server::Drain(std::chrono::milliseconds limit) {
     const std::lock_guard lock(impl_->health_mutex);
     impl_->grpc_server.reset();
   }
-  impl_->http_server.reset();
+  if (ended) impl_->http_server.reset();
+  return ended;
 }
 
 }  // namespace statetap

@@ -51,8 +51,9 @@ class Server {
   JobRunner& runner();
 
   // Refuses new calls, lets running samples finish until `limit` has passed, closes shards, ends
-  // streams and calls. Idempotent.
-  void Drain(std::chrono::milliseconds limit);
+  // streams and calls. False, as JobRunner::Drain: a step still runs, and HTTP's answers wait for
+  // it; the process may end. Idempotent.
+  bool Drain(std::chrono::milliseconds limit);
 
  private:
   struct Impl;

@@ -11,6 +11,9 @@
 namespace statetap {
 namespace {
 
+// A step that has not ended so long after a drain is left behind.
+constexpr std::chrono::seconds kStepEnds{2};
+
 constexpr std::string_view kEvicting =
     "the job's states are being evicted; try again when that is done";
 
@@ -65,7 +68,10 @@ JobRunner::JobRunner(JobStore& store, const ServedModel& model, Engine& engine,
   pipeline_.emplace(store, folders, std::move(listener), shards);
 }
 
-JobRunner::~JobRunner() { Drain(std::chrono::steady_clock::now()); }
+JobRunner::~JobRunner() {
+  Drain(std::chrono::steady_clock::now());
+  if (engine_thread_.joinable()) engine_thread_.join();
+}
 
 ShardConfig JobRunner::ShardConfigOf(const JobRecord& record, const JobPlan& plan) const {
   ShardConfig config;
@@ -335,7 +341,7 @@ void JobRunner::Wake() {
   changed_.notify_all();
 }
 
-void JobRunner::Drain(std::chrono::steady_clock::time_point deadline) {
+bool JobRunner::Drain(std::chrono::steady_clock::time_point deadline) {
   {
     std::unique_lock lock(mutex_);
     draining_ = true;
@@ -344,8 +350,15 @@ void JobRunner::Drain(std::chrono::steady_clock::time_point deadline) {
     changed_.wait_until(lock, deadline, [&] { return idle_ || stopping_; });
   }
   GiveUp();
-  if (engine_thread_.joinable()) engine_thread_.join();
+  bool ended = !engine_thread_.joinable();
+  if (!ended) {
+    std::unique_lock lock(mutex_);
+    ended = changed_.wait_for(lock, kStepEnds, [&] { return idle_; });
+    lock.unlock();
+    if (ended) engine_thread_.join();
+  }
   pipeline_->Finish();
+  return ended;
 }
 
 void JobRunner::GiveUp() {

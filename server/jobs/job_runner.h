@@ -88,8 +88,10 @@ class JobRunner final : private SampleSource, private HiddenStateSink {
   Load load() const;
 
   // Starts nothing more; waits until `deadline` for what runs, gives up the rest (it runs again
-  // next time), closes the shards. Idempotent.
-  void Drain(std::chrono::steady_clock::time_point deadline);
+  // next time), closes the shards. False: the engine is in a step that did not end a moment after
+  // that. What comes of it is dropped; the destructor waits for it, the end of the process does
+  // not. Idempotent.
+  bool Drain(std::chrono::steady_clock::time_point deadline);
   // Makes a Drain that waits go on at once.
   void GiveUp();
 

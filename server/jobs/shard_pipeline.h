@@ -65,7 +65,7 @@ class ShardPipeline {
                                  std::function<absl::Status()> then);
   // Commits every open shard.
   void CloseAll();
-  // Closes every open shard and ends the thread. Pushing afterwards is not allowed.
+  // Closes every open shard and ends the thread. What is pushed afterwards is dropped.
   void Finish();
 
  private:

@@ -7,6 +7,7 @@
 #include <unistd.h>
 
 #include <fstream>
+#include <future>
 #include <set>
 
 #include "extractor/shard/shard_reader.h"
@@ -27,7 +28,7 @@ TEST_F(ServerLifeTest, DrainFinishesWhatRunsAndARestartGoesOn) {
   v1::Job job;
   ASSERT_TRUE(Submit({}, Chats(120), &job).ok());
   std::this_thread::sleep_for(std::chrono::milliseconds(80));
-  server_->Drain(std::chrono::seconds(20));
+  EXPECT_TRUE(server_->Drain(std::chrono::seconds(20)));
   const JobRecord before = [&] {
     const auto store = JobStore::Open(dir_ / "statetap.db", {.verify_counts = true});
     return *(*store)->GetJob(job.id());
@@ -37,6 +38,58 @@ TEST_F(ServerLifeTest, DrainFinishesWhatRunsAndARestartGoesOn) {
   server_.reset();
   Start();
   EXPECT_EQ(Watch(job.id()).counts().stored(), 120);
+}
+
+TEST_F(ServerLifeTest, DrainLeavesAStepThatDoesNotEndAndARestartGoesOn) {
+  v1::JobOptions options;
+  options.set_shard_bytes(1 << 20);
+  v1::Job job;
+  engine_->faults.step = std::chrono::milliseconds(1);
+  ASSERT_TRUE(Submit(options, Chats(400), &job).ok());
+  v1::GetJobRequest which;
+  which.set_job(job.id());
+  for (int i = 0; i < 30000 && job.counts().captured() == 0; ++i) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    grpc::ClientContext context;
+    ASSERT_TRUE(jobs_->GetJob(&context, which, &job).ok());
+  }
+  engine_->faults.hang = true;
+  for (int i = 0; i < 30000 && !engine_->hangs; ++i)
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  // An answer that is asked for meanwhile, and someone who waits for it on either port.
+  httplib::Client http("http://" + server_->http_address());
+  std::thread asks([&] { http.Post("/v1/completions", R"({"prompt": "a"})", "application/json"); });
+  std::thread generates([&] {
+    grpc::ClientContext context;
+    v1::GenerateRequest request;
+    *request.mutable_sample() = Chats(1)[0];
+    v1::GenerateResponse response;
+    const auto reader = model_->Generate(&context, request);
+    while (reader->Read(&response)) {
+    }
+    EXPECT_FALSE(reader->Finish().ok());
+  });
+  for (int i = 0; i < 30000 && server_->runner().load().waiting_answers < 2; ++i)
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  auto drained = std::async(std::launch::async, [&] { return server_->Drain({}); });
+  EXPECT_EQ(drained.wait_for(std::chrono::minutes(1)), std::future_status::ready);
+  {  // what was complete is stored, and nothing else is there: the process may end now
+    ASSERT_OK_AND_ASSIGN(const auto store,
+                         JobStore::Open(dir_ / "statetap.db", {.verify_counts = true}));
+    ASSERT_OK_AND_ASSIGN(const JobRecord left, store->GetJob(job.id()));
+    EXPECT_GT(left.counts.stored, 0);
+    EXPECT_EQ(left.counts.stored + left.counts.to_do, 400);
+    ASSERT_OK_AND_ASSIGN(const auto shards, store->Shards(left.key));
+    const std::filesystem::directory_iterator files(job.shards_path());
+    EXPECT_EQ(std::distance(begin(files), end(files)), std::ssize(shards));
+  }
+  engine_->faults.hang = false;
+  EXPECT_FALSE(drained.get());
+  generates.join();
+  server_.reset();  // waits for the step
+  asks.join();
+  Start();
+  EXPECT_EQ(Watch(job.id()).counts().stored(), 400);
 }
 
 TEST_F(ServerLifeTest, WatchersAndStreamsEndWhenTheServerDrains) {

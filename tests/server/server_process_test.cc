@@ -201,6 +201,30 @@ TEST(ServerProcessTest, EndsWhenTheEngineHasFailedWhereThatIsAsked) {
   Client client(next.WaitUntilReady());
   EXPECT_EQ(client.WaitForEnd(id).counts().stored(), kSamples);
 }
+
+TEST(ServerProcessTest, AStepThatDoesNotEndIsLeftWhenTheDrainIsOver) {
+  TempDir data, logs;
+  const std::filesystem::path hangs = logs / "hangs";
+  setenv("STATETAP_HANG_MALLOC", hangs.c_str(), 1);
+  setenv("LD_PRELOAD", STATETAP_FAILING_MALLOC, 1);
+  std::vector<std::string> arguments = Arguments(data);
+  arguments.insert(arguments.end(), {"--backend", "cpu", "--drain-seconds", "1"});
+  ServerProcess server(arguments, logs.path());
+  unsetenv("LD_PRELOAD");
+  const std::string address = server.WaitUntilReady();
+  ASSERT_NE(address, "");
+  std::ofstream(hangs) << "the next step";
+  const std::string id = Client(address).Submit();
+  for (int i = 0; i < 6000 && std::filesystem::exists(hangs); ++i)
+    std::this_thread::sleep_for(std::chrono::milliseconds(10));
+  ASSERT_FALSE(std::filesystem::exists(hangs));
+  server.Signal(SIGTERM);
+  EXPECT_EQ(server.WaitForExit(), 0) << server.Errors();
+  EXPECT_THAT(server.Errors(), HasSubstr("left a step that was still running"));
+  ServerProcess next(arguments, logs.path());
+  Client client(next.WaitUntilReady());
+  EXPECT_EQ(client.WaitForEnd(id).counts().stored(), kSamples);
+}
 #endif
 
 // A limit on the size of files (ulimit -f) is a failed write: the job waits, the server goes on.

@@ -1,5 +1,6 @@
 // Preloaded into a process (LD_PRELOAD): large allocations fail as soon as the file that
-// STATETAP_FAIL_MALLOC names is there. So an engine fails in the middle of a step.
+// STATETAP_FAIL_MALLOC names is there; one that finds the file that STATETAP_HANG_MALLOC names
+// removes it and does not come back. So an engine fails, or hangs, in the middle of a step.
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <stdlib.h>
@@ -8,6 +9,10 @@
 void* malloc(size_t bytes) {
   static void* (*real)(size_t);
   if (real == NULL) real = (void* (*)(size_t))dlsym(RTLD_NEXT, "malloc");
-  const char* file = bytes > 300000 ? getenv("STATETAP_FAIL_MALLOC") : NULL;
-  return file != NULL && access(file, F_OK) == 0 ? NULL : real(bytes);
+  if (bytes <= 300000) return real(bytes);
+  const char* fails = getenv("STATETAP_FAIL_MALLOC");
+  const char* hangs = getenv("STATETAP_HANG_MALLOC");
+  if (hangs != NULL && unlink(hangs) == 0)
+    while (1) pause();
+  return fails != NULL && access(fails, F_OK) == 0 ? NULL : real(bytes);
 }

@@ -27,6 +27,7 @@ class FakeEngine : public Engine {
     int short_boundary = -1;            // the last of its rows of a text is lost
     int32_t short_token = -1;           // of a text that begins with this id
     std::atomic<bool> fail{false};      // Run returns INTERNAL at its next step
+    std::atomic<bool> hang{false};      // a step does not end while this is set
     std::chrono::microseconds step{0};  // time of a step
     bool at_once = false;               // states of all boundaries at the same time
   };
@@ -38,6 +39,7 @@ class FakeEngine : public Engine {
   Faults faults;
   std::atomic<int64_t> steps{0};
   std::atomic<int> most_running{0};
+  std::atomic<bool> hangs{false};  // it does
 
   const EngineInfo& info() const override { return info_; }
   const EngineOptions& options() const override { return options_; }
@@ -63,6 +65,9 @@ class FakeEngine : public Engine {
       }
       ++steps;
       if (faults.step.count() > 0) std::this_thread::sleep_for(faults.step);
+      hangs = faults.hang.load();
+      while (faults.hang) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+      hangs = false;
       for (auto it = running.begin(); it != running.end();) {
         it = Step(it->first, it->second, sink) ? std::next(it) : running.erase(it);
       }
