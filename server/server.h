@@ -38,6 +38,9 @@ class Server {
     std::string http_token;  // of the web page; empty: it only reads
     JobRunner::Options runner;
     bool verify_counts = false;  // JobStore::Options
+    // How often each client is pinged, and how long it may take to answer before its calls end: one
+    // whose machine vanished is noticed within a minute.
+    std::chrono::milliseconds keepalive{40'000}, keepalive_timeout{20'000};
     // Once, on the engine's thread, after health says so: no sample will run here any more.
     std::function<void()> engine_failed;
   };

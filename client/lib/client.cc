@@ -12,8 +12,7 @@ namespace {
 
 constexpr std::chrono::milliseconds kMaxBackoff{5'000};
 constexpr std::chrono::milliseconds kStatisticsDeadline{300'000};
-// A watch is renewed this often, so that a server that vanished without a word is noticed even on a
-// quiet job, without pings that servers count as abuse.
+// A watch is renewed this often: a server that hangs still answers pings, but not this.
 constexpr std::chrono::seconds kWatchPeriod{120};
 constexpr std::chrono::milliseconds kNoDeadline{0};
 // Of calls that close a shard first: 4 GiB on a slow disk.
@@ -25,15 +24,18 @@ v1::GetJobRequest Named(const std::string& job) {
   return request;
 }
 
-std::shared_ptr<grpc::Channel> MakeChannel(const std::string& server) {
+std::shared_ptr<grpc::Channel> MakeChannel(const std::string& server,
+                                           const ClientOptions& options) {
   grpc::ChannelArguments arguments;
   arguments.SetMaxReceiveMessageSize(-1);
   arguments.SetMaxSendMessageSize(-1);
   // A proxy for the web is not on the way to a server named by host and port.
   arguments.SetInt(GRPC_ARG_ENABLE_HTTP_PROXY, 0);
-  // A server whose machine vanished is noticed within a minute.
-  arguments.SetInt(GRPC_ARG_KEEPALIVE_TIME_MS, 30'000);
-  arguments.SetInt(GRPC_ARG_KEEPALIVE_TIMEOUT_MS, 20'000);
+  arguments.SetInt(GRPC_ARG_KEEPALIVE_TIME_MS, static_cast<int>(options.keepalive.count()));
+  arguments.SetInt(GRPC_ARG_KEEPALIVE_TIMEOUT_MS,
+                   static_cast<int>(options.keepalive_timeout.count()));
+  // Else two pings are all that a client sends which only listens.
+  arguments.SetInt(GRPC_ARG_HTTP2_MAX_PINGS_WITHOUT_DATA, 0);
   arguments.SetInt(GRPC_ARG_INITIAL_RECONNECT_BACKOFF_MS, 100);
   arguments.SetInt(GRPC_ARG_MIN_RECONNECT_BACKOFF_MS, 1'000);
   arguments.SetInt(GRPC_ARG_MAX_RECONNECT_BACKOFF_MS, 2'000);
@@ -65,7 +67,7 @@ absl::StatusOr<std::unique_ptr<Client>> Client::Create(std::string_view server,
 Client::Client(std::string server, const ClientOptions& options)
     : server_(std::move(server)),
       options_(options),
-      channel_(MakeChannel(server_)),
+      channel_(MakeChannel(server_, options_)),
       jobs_(v1::Jobs::NewStub(channel_)),
       features_(v1::Features::NewStub(channel_)),
       model_(v1::Model::NewStub(channel_)) {}

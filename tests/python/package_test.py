@@ -22,7 +22,7 @@ import pyarrow.ipc
 import pyarrow.parquet
 import statetap
 from google.protobuf.message import DecodeError
-from served import HIDDEN, LAYERS, ROOT, TAPS, Served, by_h5py
+from served import HIDDEN, LAYERS, ROOT, TAPS, Proxy, Served, by_h5py
 from statetap.inputs import sample_of, samples_of
 from statetap.stream import Assembler
 from statetap.v1 import features_pb2
@@ -310,6 +310,34 @@ class ClientTest(unittest.TestCase):
         again = served.client.submit(PROMPTS[:16], name="running again", temperature=0)
         self.assertEqual(served.client.submit(PROMPTS[:16], name="running again", temperature=0).id, again.id)
         served.client.wait(again)
+
+    def test_a_server_that_vanishes_without_a_word_is_noticed(self):
+        quiet = served.client.submit([{"id": str(n), "prompt": "Tell me something."} for n in range(1000)], name="quiet")
+        served.cli("pause", quiet.id)
+        ended = []
+
+        def watch(client):
+            try:
+                for _ in client.watch(quiet):
+                    heard.set()
+            except statetap.StatetapError as error:
+                ended.append(error.code)
+
+        heard = threading.Event()
+        with unittest.mock.patch.multiple("statetap.client", _KEEPALIVE_MS=1000, _KEEPALIVE_TIMEOUT_MS=5000), \
+                unittest.mock.patch("statetap.patience._SECONDS", 0), Proxy(served.address) as proxy:
+            client = statetap.connect(proxy.address)
+            watching = threading.Thread(target=watch, args=[client])
+            watching.start()
+            self.assertTrue(heard.wait(60))
+            watching.join(6)  # several pings: more than the library sends by default while a client has nothing to say
+            self.assertEqual(ended, [])
+            proxy.freeze()
+            watching.join(40)
+            self.assertEqual(ended, [grpc.StatusCode.UNAVAILABLE])
+        client.close()
+        watching.join()
+        served.cli("delete", quiet.id, "--yes")
 
     def test_rejected_samples_are_listed_and_a_job_of_them_fails(self):
         bad = served.client.submit([{"id": "vocabulary", "input_ids": [99999, 1]}], name="bad")

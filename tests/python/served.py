@@ -2,9 +2,12 @@
 import os
 import pathlib
 import re
+import select
 import shutil
+import socket
 import subprocess
 import tempfile
+import threading
 import time
 
 import h5py
@@ -64,6 +67,46 @@ class Served:
     def run(self, prompts, **options):
         """A job that has ended."""
         return self.client.wait(self.client.submit(prompts, **options))
+
+
+class Proxy:
+    """with Proxy(address) as proxy: forwards proxy.address there until freeze(); then nothing arrives any more and nothing ends, as when a machine
+    or a route vanishes."""
+
+    def __init__(self, address):
+        host, _, port = address.rpartition(":")
+        self.there, self.frozen = (host, int(port)), threading.Event()
+
+    def __enter__(self):
+        self.listening, self.other = socket.create_server(("127.0.0.1", 0)), {}
+        self.address = f"127.0.0.1:{self.listening.getsockname()[1]}"
+        self.thread = threading.Thread(target=self._forward)
+        self.thread.start()
+        return self
+
+    def freeze(self):
+        self.frozen.set()
+        self.thread.join()
+
+    def __exit__(self, *_):
+        self.freeze()
+        for end in self.other:
+            end.close()
+
+    def _forward(self):
+        while not self.frozen.is_set():
+            for ready in select.select([self.listening, *self.other], [], [], 0.02)[0]:
+                if ready is self.listening:
+                    client, server = ready.accept()[0], socket.create_connection(self.there)
+                    self.other |= {client: server, server: client}
+                elif ready in self.other:
+                    if data := ready.recv(1 << 16):
+                        self.other[ready].sendall(data)
+                    else:
+                        for end in (self.other.pop(ready), ready):
+                            self.other.pop(end, None)
+                            end.close()
+        self.listening.close()
 
 
 class Stalled(Served):

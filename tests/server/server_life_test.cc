@@ -11,6 +11,7 @@
 #include <set>
 
 #include "extractor/shard/shard_reader.h"
+#include "tests/support/proxy.h"
 #include "tests/support/server_fixture.h"
 
 namespace statetap {
@@ -148,6 +149,69 @@ TEST_F(ServerLifeTest, QuietClientThatPingsOftenIsNotCut) {
   EXPECT_TRUE(status.ok()) << status.error_message();
 }
 
+// As a machine does that loses its power: the samples that it holds go to others of its group.
+TEST_F(ServerLifeTest, AReaderThatVanishedWithoutAWordGivesBack) {
+  constexpr int kSamples = 8;
+  server_.reset();
+  options_.keepalive = std::chrono::seconds(1);
+  options_.keepalive_timeout = std::chrono::seconds(5);
+  Start();
+  v1::Job job;
+  ASSERT_TRUE(Submit({}, Chats(kSamples), &job).ok());
+  Watch(job.id());
+  v1::StreamFeaturesRequest request;
+  request.mutable_start()->set_job(job.id());
+  request.mutable_start()->set_group("g");
+  request.mutable_start()->set_credit_bytes(1);  // one sample, then the server waits
+  testing::Proxy proxy(server_->grpc_address());
+  const auto features = v1::Features::NewStub(
+      grpc::CreateChannel(proxy.address(), grpc::InsecureChannelCredentials()));
+  grpc::ClientContext context;
+  const auto vanishing = features->StreamFeatures(&context);
+  vanishing->Write(request);
+  std::atomic<int> came = 0;
+  auto reading = std::async(std::launch::async, [&] {
+    v1::StreamFeaturesResponse message;
+    while (vanishing->Read(&message)) came += message.has_sample() ? 1 : 0;
+  });
+  for (int i = 0; i < 30000 && came == 0; ++i)
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  // Several pings, which it answers.
+  EXPECT_EQ(reading.wait_for(std::chrono::seconds(4)), std::future_status::timeout);
+  proxy.Freeze();
+  // Others of the group take what it does not hold, and in the end all.
+  request.mutable_start()->set_credit_bytes(1 << 30);
+  const auto take = [&] {
+    grpc::ClientContext each;
+    const auto stream = features_->StreamFeatures(&each);
+    stream->Write(request);
+    v1::StreamFeaturesResponse message;
+    v1::StreamFeaturesRequest ack;
+    int samples = 0;
+    while (stream->Read(&message) && !message.has_end()) {
+      if (!message.has_sample()) continue;
+      ++samples;
+      ack.mutable_ack()->set_delivery(message.sample().delivery());
+    }
+    if (samples > 0) stream->Write(ack);
+    stream->WritesDone();
+    while (stream->Read(&message)) {
+    }
+    EXPECT_TRUE(stream->Finish().ok());
+    return samples;
+  };
+  int taken = take();
+  EXPECT_LT(taken, kSamples);
+  for (int i = 0; i < 600 && taken < kSamples; ++i) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(100));
+    taken += take();
+  }
+  EXPECT_EQ(taken, kSamples);
+  context.TryCancel();
+  reading.wait();
+  vanishing->Finish();
+}
+
 // As any generic client: bytes by hand.
 std::string Call(const std::shared_ptr<grpc::Channel>& channel, const std::string& method,
                  const std::string& request) {
@@ -265,7 +329,7 @@ TEST_F(ServerLifeTest, HttpTellsHealthAndMetrics) {
 TEST_F(ServerLifeTest, SaysWhichShardFolderFailedAndWhereAJobsShardsLie) {
   const testing::TempDir disks;
   server_.reset();
-  shards_ = {disks / "a", disks / "b"};
+  options_.shards = {disks / "a", disks / "b"};
   Start();
   httplib::Client client("http://" + server_->http_address());
   const auto get = [&](const char* path) {
@@ -302,7 +366,7 @@ TEST_F(ServerLifeTest, SaysWhichShardFolderFailedAndWhereAJobsShardsLie) {
   }
   const std::string here = job.shards_path();
   const auto one = std::filesystem::path(here).parent_path();
-  const auto two = one == shards_[0] ? shards_[1] : shards_[0];
+  const auto two = one == disks / "a" ? disks / "b" : disks / "a";
   const std::string there = (two / job.id()).string();
   std::filesystem::rename(here, one / "lost");
   std::ofstream(here) << "in the way";

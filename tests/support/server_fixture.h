@@ -4,7 +4,6 @@
 #include <grpcpp/grpcpp.h>
 
 #include <atomic>
-#include <filesystem>
 #include <memory>
 #include <string>
 #include <vector>
@@ -23,9 +22,8 @@ class ServerFixture : public ::testing::Test {
   void Start() {
     const ServedModel model = FakeModel();
     engine_ = std::make_unique<FakeEngine>(kHidden, model.config.vocab, model.max_seq_len);
-    Server::Options options;
+    Server::Options options = options_;
     options.data = dir_.path();
-    options.shards = shards_;
     options.http = "127.0.0.1:0";
     options.verify_counts = true;
     options.engine_failed = [this] { ++engine_failures_; };
@@ -77,7 +75,7 @@ class ServerFixture : public ::testing::Test {
   }
 
   TempDir dir_;
-  std::vector<std::filesystem::path> shards_;  // folders; heeded by Start
+  Server::Options options_;  // what Start does not set itself
   std::atomic<int> engine_failures_{0};
   std::unique_ptr<FakeEngine> engine_;
   std::unique_ptr<Server> server_;

@@ -18,6 +18,7 @@ from statetap.wire import parse
 _ENDED = {jobs_pb2.JOB_STATE_SUCCEEDED, jobs_pb2.JOB_STATE_FAILED, jobs_pb2.JOB_STATE_CANCELLED}
 _MAX_BATCH_BYTES, _MAX_BATCH_SAMPLES = (4 << 20) - 4096, 10_000
 _DEADLINE_SECONDS = 30.0
+_KEEPALIVE_MS, _KEEPALIVE_TIMEOUT_MS = 30_000, 20_000
 _DELETING_SECONDS = 600.0  # of a call that may rewrite many shards
 
 
@@ -48,7 +49,9 @@ class Client:
             raise ValueError(f'server "{server}": give HOST:PORT, as in 127.0.0.1:7070')
         self.server = server
         options = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1), ("grpc.enable_http_proxy", 0),
-                   ("grpc.keepalive_time_ms", 30_000), ("grpc.keepalive_timeout_ms", 20_000),  # a server whose machine vanished is noticed
+                   # A server whose machine vanished is noticed, by one who only listens too: two pings would be all that it sends.
+                   ("grpc.keepalive_time_ms", _KEEPALIVE_MS), ("grpc.keepalive_timeout_ms", _KEEPALIVE_TIMEOUT_MS),
+                   ("grpc.http2.ping_timeout_ms", _KEEPALIVE_TIMEOUT_MS), ("grpc.http2.max_pings_without_data", 0),
                    ("grpc.initial_reconnect_backoff_ms", 100), ("grpc.max_reconnect_backoff_ms", 2000)]  # fmt: skip
         self._channel = grpc.insecure_channel(server, options)
         self._jobs = jobs_pb2_grpc.JobsStub(self._channel)  # type: ignore[no-untyped-call]
