@@ -39,11 +39,11 @@ absl::Status Unfit(std::string_view id, std::string_view what) {
 
 }  // namespace
 
-SampleAssembler::SampleAssembler(const v1::StreamHeader& header)
+ReceivedAssembler::ReceivedAssembler(const v1::StreamHeader& header)
     : hidden_(static_cast<size_t>(std::max(0, header.hidden()))),
       boundaries_(header.boundaries().begin(), header.boundaries().end()) {}
 
-absl::Status SampleAssembler::Begin(const v1::SampleHeader& sample) {
+absl::Status ReceivedAssembler::Begin(const v1::SampleHeader& sample) {
   if (started_) return Unfit(sample_.record.id, "was not finished before the next one");
   sample_ = {};
   sample_.record = RecordOf(sample);
@@ -61,7 +61,7 @@ absl::Status SampleAssembler::Begin(const v1::SampleHeader& sample) {
   return absl::OkStatus();
 }
 
-absl::Status SampleAssembler::Add(const v1::SampleData& data) {
+absl::Status ReceivedAssembler::Add(const v1::SampleData& data) {
   if (!started_ || data.delivery() != delivery_)
     return absl::DataLossError(
         fmt::format("states of delivery {} came without its sample", data.delivery()));
@@ -84,7 +84,7 @@ absl::Status SampleAssembler::Add(const v1::SampleData& data) {
   return absl::OkStatus();
 }
 
-absl::StatusOr<ReceivedSample> SampleAssembler::Take(Boundaries boundaries) {
+absl::StatusOr<ReceivedSample> ReceivedAssembler::Take(Boundaries boundaries) {
   started_ = false;
   if (boundaries == Boundaries::kAll) {
     const std::vector<std::span<const uint16_t>> states(sample_.states.begin(),
@@ -103,13 +103,13 @@ absl::StatusOr<FetchedSample> FetchSample(Client& client, const std::string& job
   Client::Call call(client);
   const auto reader = client.features().GetSample(call.context(), request);
   FetchedSample fetched;
-  std::unique_ptr<SampleAssembler> assembler;
+  std::unique_ptr<ReceivedAssembler> assembler;
   absl::Status status;
   v1::StreamFeaturesResponse message;
   while (status.ok() && reader->Read(&message)) {
     if (message.has_header()) {
       fetched.header = message.header();
-      assembler = std::make_unique<SampleAssembler>(fetched.header);
+      assembler = std::make_unique<ReceivedAssembler>(fetched.header);
     } else if (assembler != nullptr && message.has_sample()) {
       status = assembler->Begin(message.sample());
     } else if (assembler != nullptr && message.has_data()) {
@@ -122,7 +122,7 @@ absl::StatusOr<FetchedSample> FetchSample(Client& client, const std::string& job
   STATETAP_RETURN_IF_ERROR(client.StatusFrom(end));
   if (assembler == nullptr || !assembler->complete())
     return absl::DataLossError(fmt::format("the answer for sample \"{}\" is incomplete", id));
-  STATETAP_ASSIGN_OR_RETURN(fetched.sample, assembler->Take(SampleAssembler::Boundaries::kAll));
+  STATETAP_ASSIGN_OR_RETURN(fetched.sample, assembler->Take(ReceivedAssembler::Boundaries::kAll));
   return fetched;
 }
 
@@ -180,7 +180,7 @@ absl::Status FeatureReceiver::Connect() {
   if (!message.has_header())
     return absl::DataLossError("the stream does not begin with its header");
   headers_[message.header().job_index()] = message.header();
-  assembler_ = std::make_unique<SampleAssembler>(message.header());
+  assembler_ = std::make_unique<ReceivedAssembler>(message.header());
   deliveries_.clear();
   return absl::OkStatus();
 }
@@ -241,8 +241,8 @@ absl::StatusOr<std::optional<ReceivedSample>> FeatureReceiver::Finished() {
   const uint64_t delivery = assembler_->delivery();
   STATETAP_ASSIGN_OR_RETURN(
       ReceivedSample sample,
-      assembler_->Take(start_.boundaries().empty() ? SampleAssembler::Boundaries::kAll
-                                                   : SampleAssembler::Boundaries::kSubset));
+      assembler_->Take(start_.boundaries().empty() ? ReceivedAssembler::Boundaries::kAll
+                                                   : ReceivedAssembler::Boundaries::kSubset));
   SendCredit(sample);
   const auto [place, is_new] = sequences_.try_emplace(KeyOf(sample), next_sequence_);
   deliveries_[delivery] = place->second;

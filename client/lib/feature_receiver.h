@@ -27,9 +27,9 @@ struct ReceivedSample {
 };
 
 // Puts the messages of one sample together. Used for streams and for single samples.
-class SampleAssembler {
+class ReceivedAssembler {
  public:
-  explicit SampleAssembler(const v1::StreamHeader& header);
+  explicit ReceivedAssembler(const v1::StreamHeader& header);
   // DATA_LOSS for messages that do not fit together.
   absl::Status Begin(const v1::SampleHeader& sample);
   absl::Status Add(const v1::SampleData& data);
@@ -99,7 +99,7 @@ class FeatureReceiver {
   v1::StreamStart start_;
   std::map<int, v1::StreamHeader> headers_;  // by job index, as they come
   std::unique_ptr<Stream> stream_;
-  std::unique_ptr<SampleAssembler> assembler_;
+  std::unique_ptr<ReceivedAssembler> assembler_;
   // By job and id: sequence of every sample handed out, and 0 for those known before: after a break
   // the server sends again what it had no acknowledgement for, in an order of its own.
   std::unordered_map<std::string, uint64_t> sequences_;

@@ -349,7 +349,8 @@ bool JobRunner::Drain(std::chrono::steady_clock::time_point deadline) {
     changed_.notify_all();
     changed_.wait_until(lock, deadline, [&] { return idle_ || stopping_; });
   }
-  GiveUp();
+  stopping_ = true;  // the engine gives up what runs, behind its step
+  Wake();
   bool ended = !engine_thread_.joinable();
   if (!ended) {
     std::unique_lock lock(mutex_);
@@ -359,11 +360,6 @@ bool JobRunner::Drain(std::chrono::steady_clock::time_point deadline) {
   }
   pipeline_->Finish();
   return ended;
-}
-
-void JobRunner::GiveUp() {
-  stopping_ = true;
-  Wake();
 }
 
 }  // namespace statetap

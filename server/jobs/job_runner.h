@@ -92,8 +92,6 @@ class JobRunner final : private SampleSource, private HiddenStateSink {
   // that. What comes of it is dropped; the destructor waits for it, the end of the process does
   // not. Idempotent.
   bool Drain(std::chrono::steady_clock::time_point deadline);
-  // Makes a Drain that waits go on at once.
-  void GiveUp();
 
  private:
   struct Running {

@@ -172,7 +172,7 @@ v1::SampleData Rows(int64_t first_row, size_t values) {
 }
 
 TEST(SampleAssemblerTest, PiecesMustFit) {
-  SampleAssembler assembler(SmallHeader());
+  ReceivedAssembler assembler(SmallHeader());
   EXPECT_THAT(assembler.Add(Rows(0, 2)), StatusIs(absl::StatusCode::kDataLoss, "without"));
   ASSERT_OK(assembler.Begin(TwoTokens()));
   EXPECT_THAT(assembler.Add(Rows(1, 2)), StatusIs(absl::StatusCode::kDataLoss, "row 1"));
