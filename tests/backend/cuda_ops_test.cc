@@ -651,6 +651,7 @@ INSTANTIATE_TEST_SUITE_P(
         ::testing::Values(
             ExpertsCase{"tiny", 128, 256, 16, 16, 4, true},
             ExpertsCase{"tiny_slice", 128, 32, 16, 16, 4, true},
+            ExpertsCase{"three_blocks_of_k", 192, 192, 16, 16, 4, true},
             ExpertsCase{"half_the_experts", 128, 256, 16, 8, 4, true},
             ExpertsCase{"one_hot_expert", 128, 96, 16, 8, 2, true, ExpertsCase::Spread::kOne},
             ExpertsCase{"none_here", 64, 64, 16, 8, 3, true, ExpertsCase::Spread::kElsewhere},

@@ -128,7 +128,7 @@ __host__ __device__ constexpr int PaddedLatent(int latent_dim) {
 // Shared memory: scores by slice, softmax weights, rescales, the factors of a fold; then stages of
 // keys. A key's chunks of 16 bytes are exchanged by its last three bits, so that ldmatrix meets no
 // bank twice.
-constexpr int kWeightStride = kKeys + 8;
+constexpr int kWeightStride = kKeys + kPad;
 constexpr int kSoftmaxBytes = (kSlices * kKeys * 4 + kWeightStride * 2 + 4 + 8) * kHeads;
 constexpr int kKeysAt = (kSoftmaxBytes + 127) / 128 * 128;
 __host__ __device__ constexpr int StageBytes(int latent_dim) {

@@ -1,5 +1,4 @@
-// The few tensor-core and copy instructions of sm_80 that the portable kernels share. Device code
-// only.
+// The few tensor-core and copy instructions of sm_80 that the kernels share. Device code only.
 #pragma once
 
 #include <cuda_bf16.h>

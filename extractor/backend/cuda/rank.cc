@@ -50,7 +50,7 @@ CudaBackend::CudaBackend(int rank, int device, std::shared_ptr<DeviceGroup> grou
       communicator_(rank, std::move(group)),
       uploader_(device),
       hopper_(ByHopper(device, options)),
-      stream_workspace_(hopper_) {
+      stream_workspace_(hopper_ ? Family::kHopper : Family::kPortable) {
   communicator_.group().Join(rank);
 }
 

@@ -132,7 +132,7 @@ class CudaBackend : public Backend {
   Uploader uploader_;
   Stream stream_, copies_;  // copies_: captured states to the host, under the next ops
   Gemm gemm_;
-  const bool hopper_;
+  const bool hopper_;  // the kernels of sm_90a run
   StreamWorkspace stream_workspace_;
   StepGraphs graphs_;  // of steps that only decode
   StepPlan rounded_;
@@ -142,7 +142,7 @@ class CudaBackend : public Backend {
   std::vector<DeviceBuffer> memory_;
   std::vector<PinnedBuffer> host_memory_;
   DeviceBuffer cache_;
-  // Products of INT4 experts: Hopper's kernel, or the portable one.
+  // For Hopper's products of experts.
   const RowMaps& MapsOf(const bf16* x, int columns);
   struct MapsOfRows {
     const bf16* x;

@@ -261,8 +261,8 @@ void Launch(const StreamProductParams& p, cudaStream_t stream) {
 
 }  // namespace
 
-StreamWorkspace::StreamWorkspace(bool hopper)
-    : hopper_(hopper),
+StreamWorkspace::StreamWorkspace(Family family)
+    : family_(family),
       sums_(size_t{kWideSums} * sizeof(float)),
       arrived_(kWideSums / (kWideRows * MmaForm::kTokens) * sizeof(int), /*zeroed=*/true) {}
 
@@ -278,8 +278,8 @@ void StreamProduct(const StreamProductParams& p, const StreamWorkspace& workspac
                    cudaStream_t stream) {
   if (p.m == 0 || p.n + p.n2 == 0 || p.batch == 0) return;
   if (p.m > 16) {
-    return workspace.hopper() ? HopperWideProduct(p, workspace, stream)
-                              : LaunchWide<MmaForm>(p, workspace, stream);
+    return workspace.family() == Family::kHopper ? HopperWideProduct(p, workspace, stream)
+                                                 : LaunchWide<MmaForm>(p, workspace, stream);
   }
   switch (p.epilogue) {
     case Epilogue::kBf16: return Launch<Epilogue::kBf16>(p, stream);
@@ -295,8 +295,8 @@ void StreamProductBoth(const StreamProductParams& p, const StreamProductParams& 
   constexpr Epilogue kFirst = Epilogue::kFloat, kSecond = Epilogue::kSwiGlu;
   assert(p.epilogue == kFirst && q.epilogue == kSecond && p.m == q.m);
   if (p.m > 16) {
-    return workspace.hopper() ? HopperWideProductBoth(p, q, workspace, stream)
-                              : LaunchWideBoth<MmaForm>(p, q, workspace, stream);
+    return workspace.family() == Family::kHopper ? HopperWideProductBoth(p, q, workspace, stream)
+                                                 : LaunchWideBoth<MmaForm>(p, q, workspace, stream);
   }
   const bool alone = IsLong(p.k) && IsLong(q.k) &&
                      Alone(int64_t{Tiles(FragmentRows(p), 16)} + Tiles(FragmentRows(q), 16));

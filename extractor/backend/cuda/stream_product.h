@@ -1,5 +1,5 @@
-// Dense products of few rows (decode): weights stream through the multiprocessors once, bf16, by
-// mma.sync.
+// Dense products of rows that decode, bf16: up to 16 rows the weights stream through the
+// multiprocessors once, by mma.sync; above, tiles of both, by mma.sync or on Hopper wgmma.
 //
 // K is cut into kSegments of whole steps of 32; a segment is summed by the tensor cores in
 // ascending order, the segments as ((0 + 1) + (2 + 3)) + ((4 + 5) + (6 + 7)) in fp32. Neither
@@ -37,18 +37,23 @@ struct StreamProductParams {
 // Whether shape and alignment suit: K in steps of 32, 16-byte rows.
 bool Streamable(const StreamProductParams& params);
 
-// Room for products whose K several blocks share: partial sums and zeroed counters. One stream at a
-// time. hopper: the GPU has the instructions of sm_90a.
+// Partial sums of one product at most: a wave of 132 of the widest tiles.
 inline constexpr int kWideSums = 132 * 64 * 256;
+
+// kHopper: the GPU has the instructions of sm_90a.
+enum class Family { kPortable, kHopper };
+
+// Room for products whose K several blocks share: partial sums and zeroed counters. One stream at a
+// time. And which forms multiply more rows than 16.
 class StreamWorkspace {
  public:
-  explicit StreamWorkspace(bool hopper);
-  bool hopper() const { return hopper_; }
+  explicit StreamWorkspace(Family family);
+  Family family() const { return family_; }
   float* sums() const { return sums_.as<float>(); }
   int* arrived() const { return arrived_.as<int>(); }
 
  private:
-  bool hopper_;
+  Family family_;
   DeviceBuffer sums_, arrived_;
 };
 

@@ -324,11 +324,12 @@ inline int FragmentRows(const StreamProductParams& p) {
   return p.epilogue == Epilogue::kSwiGlu ? (p.n + 7) / 8 * 16 : p.n + p.n2;
 }
 
-// As many groups as give about one wave, of products of K ≥ k whose tiles are `tiles` in all; each
-// with four stages and more.
+// As many groups as give about one wave on so many processors, of products of K ≥ k whose tiles are
+// `tiles` in all; each with four stages and more.
 template <typename Form>
-int GroupsOf(int64_t tiles, int k) {
-  const int64_t most = std::min<int64_t>(int64_t{Form::kBlocks} * Processors(),
+int GroupsOf(int64_t tiles, int k, int processors) {
+  static_assert(Form::kTokens >= 64, "the workspace has a counter for each tile of 64 × 64");
+  const int64_t most = std::min<int64_t>(int64_t{Form::kBlocks} * processors,
                                          kWideSums / (kWideRows * Form::kTokens));
   int groups = 1;
   while (groups < kSegments && 2 * groups * tiles <= most && k >= 2 * groups * 8 * kStep)
@@ -344,7 +345,7 @@ void LaunchWide(const StreamProductParams& p, const StreamWorkspace& workspace,
   Check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes));
   const unsigned row_tiles = Tiles(FragmentRows(p), kWideRows),
                  token_tiles = Tiles(p.m, Form::kTokens), batch = static_cast<unsigned>(p.batch);
-  const int groups = GroupsOf<Form>(int64_t{row_tiles} * token_tiles * batch, p.k);
+  const int groups = GroupsOf<Form>(int64_t{row_tiles} * token_tiles * batch, p.k, Processors());
   const WidePart part{static_cast<int>(row_tiles), groups, workspace.sums(), workspace.arrived()};
   const dim3 grid(row_tiles * static_cast<unsigned>(groups), token_tiles, batch);
   LaunchEarly(kernel, grid, kThreads, kBytes, stream, p, part);
@@ -370,7 +371,8 @@ void LaunchWideBoth(const StreamProductParams& p, const StreamProductParams& q,
   const unsigned first = Tiles(FragmentRows(p), kWideRows),
                  second = Tiles(FragmentRows(q), kWideRows),
                  token_tiles = Tiles(p.m, Form::kTokens);
-  const int groups = GroupsOf<Form>(int64_t{first + second} * token_tiles, std::min(p.k, q.k));
+  const int groups =
+      GroupsOf<Form>(int64_t{first + second} * token_tiles, std::min(p.k, q.k), Processors());
   const auto before = static_cast<int64_t>(first) * token_tiles;  // tiles of the first product
   const WidePart part{static_cast<int>(first), groups, workspace.sums(), workspace.arrived()};
   const WidePart other{

@@ -32,7 +32,8 @@ struct Form {
   static constexpr int kGroups = kMaxWidth == 8 ? 1 : kTileBlocks;
   static constexpr int kConsumers = kGroups * 128, kThreads = kConsumers + 32;
   static constexpr int kBlocks = kMaxWidth == 8 ? 3 : 2;
-  // One behind the other: a stage's tokens, stages of tokens, stages of weights, barriers.
+  // In memory: stages of tokens, stages of weights, barriers. Bytes of tokens and weights: of a
+  // block of K.
   static constexpr int kTokenBytes = kMaxWidth * kStepBytes,
                        kWeightBytes = kGroups * kInt4BlockBytes;
   static constexpr int kStageBytes = kStageBlocks * (kTokenBytes + kWeightBytes);
@@ -220,7 +221,7 @@ __global__ void __launch_bounds__(F::kThreads, F::kBlocks)
     if (threadIdx.x == F::kConsumers) Produce<F>(p, maps, total, shared);
     return;
   }
-  const uint32_t ring = Address(shared);
+  const uint32_t ring = SharedAddress(shared);
   Place place(0);
   for (int i = static_cast<int>(blockIdx.x); i < total; i += static_cast<int>(gridDim.x)) {
     const Unit<F::kGroups> unit(p, i);

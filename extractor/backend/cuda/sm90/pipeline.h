@@ -25,23 +25,22 @@ constexpr bool RegistersSuffice(int blocks, int consumers, int of_consumer, int 
   return consumers * (of_consumer - at_launch) <= producers * (at_launch - of_producer);
 }
 
-__device__ inline uint32_t Address(const void* pointer) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
-}
 __device__ inline void InitBarrier(uint64_t* barrier, int arrivals) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(Address(barrier)), "r"(arrivals));
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(SharedAddress(barrier)),
+               "r"(arrivals));
 }
 __device__ inline void ExpectBytes(uint64_t* barrier, int bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(Address(barrier)),
-               "r"(bytes)
-               : "memory");
+  asm volatile(
+      "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(SharedAddress(barrier)),
+      "r"(bytes)
+      : "memory");
 }
 // Barriers by their address in shared memory, for loops that have no instruction to spare for
 // working it out.
 __device__ inline void Arrive(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
-__device__ inline void Arrive(uint64_t* barrier) { Arrive(Address(barrier)); }
+__device__ inline void Arrive(uint64_t* barrier) { Arrive(SharedAddress(barrier)); }
 __device__ inline void Wait(uint32_t barrier, int phase) {
   asm volatile(
       "{\n.reg .pred done;\nagain: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
@@ -49,20 +48,20 @@ __device__ inline void Wait(uint32_t barrier, int phase) {
       "r"(phase)
       : "memory");
 }
-__device__ inline void Wait(uint64_t* barrier, int phase) { Wait(Address(barrier), phase); }
+__device__ inline void Wait(uint64_t* barrier, int phase) { Wait(SharedAddress(barrier), phase); }
 __device__ inline void LoadBytes(void* to, const void* from, int bytes, uint64_t* barrier) {
   asm volatile(
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
-          "r"(Address(to)),
-      "l"(from), "r"(bytes), "r"(Address(barrier))
+          "r"(SharedAddress(to)),
+      "l"(from), "r"(bytes), "r"(SharedAddress(barrier))
       : "memory");
 }
 __device__ inline void LoadTokens(void* to, const CUtensorMap* map, int column, int row,
                                   uint64_t* barrier) {
   asm volatile(
       "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, "
-      "%3}], [%4];" ::"r"(Address(to)),
-      "l"(map), "r"(column), "r"(row), "r"(Address(barrier))
+      "%3}], [%4];" ::"r"(SharedAddress(to)),
+      "l"(map), "r"(column), "r"(row), "r"(SharedAddress(barrier))
       : "memory");
 }
 // By a map of MakeWeightMap.
@@ -70,8 +69,8 @@ __device__ inline void LoadPermuted(void* to, const CUtensorMap* map, int column
                                     uint64_t* barrier) {
   asm volatile(
       "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, "
-      "0, 0, 0, %3}], [%4];" ::"r"(Address(to)),
-      "l"(map), "r"(column), "r"(row_block), "r"(Address(barrier))
+      "0, 0, 0, %3}], [%4];" ::"r"(SharedAddress(to)),
+      "l"(map), "r"(column), "r"(row_block), "r"(SharedAddress(barrier))
       : "memory");
 }
 __device__ inline void FenceWgmma() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
@@ -94,7 +93,7 @@ __device__ inline uint64_t LineDescriptor(uint32_t rows) {
          uint64_t{1} << 62;
 }
 __device__ inline uint64_t TokenDescriptor(const void* tokens) {
-  return LineDescriptor(Address(tokens));
+  return LineDescriptor(SharedAddress(tokens));
 }
 
 // As in the portable kernel: 128 + n, − 136, · scale; sm_90 has both instructions in bf16.

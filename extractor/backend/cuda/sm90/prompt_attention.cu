@@ -116,7 +116,7 @@ __device__ void Produce(const AttendPromptsParams& p, const Maps3& maps, const M
 // Operand B with rows of N: 64 columns a line, atoms of 8 keys, the other 64 columns a chunk
 // behind.
 __device__ uint64_t ValueDescriptor(const void* values) {
-  return static_cast<uint64_t>((Address(values) & 0x3ffffu) >> 4) |
+  return static_cast<uint64_t>((SharedAddress(values) & 0x3ffffu) >> 4) |
          static_cast<uint64_t>(kChunkBytes >> 4) << 16 | uint64_t{64} << 32 | uint64_t{1} << 62;
 }
 

@@ -60,32 +60,34 @@ class WgmmaForm {
   uint64_t rows_, tokens_;
 };
 
-using Narrow = WgmmaForm<64, 6, 2>;
-using Medium = WgmmaForm<128, 8, 1>;
-using Broad = WgmmaForm<256, 4, 1>;
+using Tokens64 = WgmmaForm<64, 6, 2>;
+using Tokens128 = WgmmaForm<128, 8, 1>;
+using Tokens256 = WgmmaForm<256, 4, 1>;
 
 // About what a multiprocessor reads: of weights and x, and what the last block of a tile adds up.
 template <typename Form>
-int64_t BytesOf(int row_tiles, int m, int k, int batch) {
+int64_t BytesOf(int row_tiles, int m, int k, int batch, int processors) {
   const int64_t tiles = int64_t{row_tiles} * Tiles(m, Form::kTokens) * batch,
-                groups = GroupsOf<Form>(tiles, k), slots = int64_t{Form::kBlocks} * Processors(),
+                groups = GroupsOf<Form>(tiles, k, processors),
+                slots = int64_t{Form::kBlocks} * processors,
                 rounds = (tiles * groups + slots - 1) / slots,
-                sharing = tiles * groups > Processors() ? Form::kBlocks : 1;
+                sharing = tiles * groups > processors ? Form::kBlocks : 1;
   const int64_t of_block = (kWideRows + std::min(m, Form::kTokens)) * int64_t{k} * 2 / groups;
   return of_block * rounds * sharing +
          (groups > 1 ? (groups + 1) * kWideRows * Form::kTokens * 4 : 0);
 }
 
-// Calls `launch` with the type of the form that reads least: the narrow one where all of x fits it.
+// Calls `launch` with the type of the form that reads least: the narrowest where all of x fits it.
 template <typename Launch>
 void WithForm(int row_tiles, int m, int k, int batch, const Launch& launch) {
-  const int64_t narrow = BytesOf<Narrow>(row_tiles, m, k, batch),
-                medium = BytesOf<Medium>(row_tiles, m, k, batch),
-                broad = BytesOf<Broad>(row_tiles, m, k, batch);
-  if (m <= Narrow::kTokens || narrow <= std::min(medium, broad))
-    return launch(std::type_identity<Narrow>());
-  if (medium <= broad) return launch(std::type_identity<Medium>());
-  launch(std::type_identity<Broad>());
+  const int processors = Processors();
+  const int64_t of_64 = BytesOf<Tokens64>(row_tiles, m, k, batch, processors),
+                of_128 = BytesOf<Tokens128>(row_tiles, m, k, batch, processors),
+                of_256 = BytesOf<Tokens256>(row_tiles, m, k, batch, processors);
+  if (m <= Tokens64::kTokens || of_64 <= std::min(of_128, of_256))
+    return launch(std::type_identity<Tokens64>());
+  if (of_128 <= of_256) return launch(std::type_identity<Tokens128>());
+  launch(std::type_identity<Tokens256>());
 }
 
 }  // namespace
