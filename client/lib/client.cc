@@ -104,6 +104,10 @@ absl::Status Client::StatusFrom(const grpc::Status& status) const {
             "or name another with --server HOST:PORT or STATETAP_SERVER",
             server_, status.error_message()));
       break;
+    case grpc::StatusCode::CANCELLED:  // not by us
+      return absl::UnavailableError(
+          fmt::format("the server at {} ended the call ({}); is it shutting down?", server_,
+                      status.error_message()));
     case grpc::StatusCode::DEADLINE_EXCEEDED:
       return absl::DeadlineExceededError(fmt::format(
           "no answer from {} in time; is it overloaded, or is something else on that port?",
@@ -333,6 +337,7 @@ absl::StatusOr<v1::Job> Client::WatchJob(const std::string& job,
   bool ever_heard = false;
   for (int attempt = 1;;) {
     Call call(*this);
+    const auto began = std::chrono::steady_clock::now();
     call.context()->set_deadline(std::chrono::system_clock::now() + kWatchPeriod);
     const auto reader = jobs_->WatchJob(call.context(), request);
     v1::Job state;
@@ -346,8 +351,10 @@ absl::StatusOr<v1::Job> Client::WatchJob(const std::string& job,
     const grpc::Status status = reader->Finish();
     if (heard) {
       last_heard = std::chrono::steady_clock::now();
-      attempt = 1;
       ever_heard = true;
+      // A server that shuts down tells a job's state each time that it is asked, and ends the
+      // watch.
+      if (last_heard - began > kMaxBackoff) attempt = 1;
     }
     if (heard && status.error_code() == grpc::StatusCode::DEADLINE_EXCEEDED) continue;
     const absl::Status lost =

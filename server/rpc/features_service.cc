@@ -129,7 +129,7 @@ grpc::Status FeaturesService::CheckShards(grpc::ServerContext* call,
   const absl::StatusOr<std::vector<ShardRow>> shards = context_.store.Shards(job->key);
   if (!shards.ok()) return ToGrpc(shards.status());
   for (const ShardRow& shard : *shards) {
-    if (call->IsCancelled()) return grpc::Status::CANCELLED;
+    if (call->IsCancelled()) return Cut(context_);
     *response->add_results() = CheckRow(context_.shards, shard, context_.folders);
   }
   return grpc::Status::OK;

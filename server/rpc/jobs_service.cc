@@ -222,14 +222,14 @@ grpc::Status JobsService::WatchJob(grpc::ServerContext* call, const v1::GetJobRe
     const absl::StatusOr<v1::Job> proto = Describe(*job);
     if (!proto.ok()) return ToGrpc(proto.status());
     std::string now = proto->SerializeAsString();
-    if (now != last && !writer->Write(*proto)) return grpc::Status::CANCELLED;
+    if (now != last && !writer->Write(*proto)) return Cut(context_);
     if (HasEnded(job->state)) return grpc::Status::OK;
     if (context_.draining) return ToGrpc(Draining());
     last = std::move(now);
     std::this_thread::sleep_for(kWatchInterval);
     job = context_.store.GetJob(job->key);
   }
-  return job.ok() ? grpc::Status::CANCELLED : ToGrpc(job.status());
+  return job.ok() ? Cut(context_) : ToGrpc(job.status());
 }
 
 grpc::Status JobsService::CancelJob(grpc::ServerContext*, const v1::GetJobRequest* request,

@@ -119,14 +119,14 @@ grpc::Status ModelService::Generate(grpc::ServerContext* call, const v1::Generat
   while (true) {
     const AnswerReader::Event event = reader.Next(kPatience, &token);
     if (event == AnswerReader::Event::kEnd) break;
-    if (call->IsCancelled()) return grpc::Status::CANCELLED;
+    if (call->IsCancelled()) return Cut(context_);
     if (event == AnswerReader::Event::kNothingYet) continue;
     v1::GenerateResponse response;
     response.set_token(token.id);
     response.set_text(token.text);
     response.set_logprob(token.score.logprob);
     ++tokens;
-    if (!writer->Write(response)) return grpc::Status::CANCELLED;
+    if (!writer->Write(response)) return Cut(context_);
   }
   if (!reader.status().ok()) return ToGrpc(reader.status());
   v1::GenerateResponse last;

@@ -6,6 +6,7 @@
 #include "server/features/consumer_groups.h"
 #include "server/features/shard_cache.h"
 #include "server/jobs/job_runner.h"
+#include "server/rpc/convert.h"
 
 namespace statetap {
 
@@ -23,6 +24,12 @@ struct ServiceContext {
 
 inline absl::Status Draining() {
   return absl::UnavailableError("the server is shutting down; try again later");
+}
+
+// The end of a call that was cut: by a server that shuts down, or by a client that does not read
+// it.
+inline grpc::Status Cut(const ServiceContext& context) {
+  return context.draining ? ToGrpc(Draining()) : grpc::Status::CANCELLED;
 }
 
 }  // namespace statetap

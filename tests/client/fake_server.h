@@ -33,6 +33,7 @@ class FakeJobs : public v1::Jobs::Service {
  public:
   std::atomic<int> unavailable = 0;   // so many calls fail before one works
   std::atomic<int> watch_breaks = 0;  // so many watches break after their first message
+  std::atomic<grpc::StatusCode> break_code = grpc::StatusCode::UNAVAILABLE;
   v1::JobState end_state = v1::JOB_STATE_SUCCEEDED;
   std::vector<int> boundaries = {2, 4, 8};  // of the jobs to come
 
@@ -77,7 +78,7 @@ class FakeJobs : public v1::Jobs::Service {
       writer->Write(running);
       if (!breaks) writer->Write(job.job);
     });
-    if (breaks) return {grpc::StatusCode::UNAVAILABLE, "the server restarts"};
+    if (breaks) return {break_code, "the server restarts"};
     return status;
   }
 
