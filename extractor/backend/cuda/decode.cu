@@ -126,16 +126,12 @@ __host__ __device__ constexpr int PaddedLatent(int latent_dim) {
 }
 
 // Shared memory: scores by slice, softmax weights, rescales, the factors of a fold; then stages of
-// keys. A key's chunks of 16 bytes are exchanged by its last three bits, so that ldmatrix meets no
-// bank twice.
+// keys, as ChunkOf says.
 constexpr int kWeightStride = kKeys + kPad;
 constexpr int kSoftmaxBytes = (kSlices * kKeys * 4 + kWeightStride * 2 + 4 + 8) * kHeads;
 constexpr int kKeysAt = (kSoftmaxBytes + 127) / 128 * 128;
 __host__ __device__ constexpr int StageBytes(int latent_dim) {
   return kKeys * PaddedLatent(latent_dim) * 2;
-}
-__device__ uint32_t ChunkOf(uint32_t keys, int row_bytes, int key, int chunk) {
-  return keys + key * row_bytes + (chunk ^ (key & 7)) * 16;
 }
 
 // A row's keys in at most kMaxSplits parts of at least two pages.

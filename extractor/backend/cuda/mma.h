@@ -17,6 +17,12 @@ __device__ inline uint32_t Pack(float a, float b) {
   return *reinterpret_cast<const uint32_t*>(&pair);
 }
 
+// Where a row's chunk of 16 bytes lies in shared memory. Chunks are exchanged by the row's last three
+// bits, as TMA's swizzle of 128 bytes does it, so that ldmatrix meets no bank twice.
+__device__ inline uint32_t ChunkOf(uint32_t rows, int row_bytes, int row, int chunk) {
+  return rows + row * row_bytes + (chunk ^ (row & 7)) * 16;
+}
+
 // Four 8×8 matrices of 16-bit values; lane l gives the address of row l % 8 of matrix l / 8.
 __device__ inline void LoadMatrices(uint32_t (&to)[4], uint32_t row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"

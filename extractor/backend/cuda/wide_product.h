@@ -86,12 +86,11 @@ __device__ void StoreEight(const StreamProductParams& p, int64_t batch, int toke
   }
 }
 
-// Shared memory holds rows of 64 K, 128 bytes: whole lines of global memory. A row's chunks of 16
-// bytes are exchanged by its last three bits, so that ldmatrix meets no bank twice. Chunks two
-// apart are the next k16 step's: an address ^ 32.
+// Shared memory holds rows of 64 K, 128 bytes: whole lines of global memory. Chunks two apart are
+// the next k16 step's: an address ^ 32.
 inline constexpr int kLine = 128, kChunks = 8, kStageSteps = 2;
 __device__ inline uint32_t PlaceOf(uint32_t tile, int row, int chunk) {
-  return tile + row * kLine + (chunk ^ (row & 7)) * 16;
+  return ChunkOf(tile, kLine, row, chunk);
 }
 
 struct WidePart {

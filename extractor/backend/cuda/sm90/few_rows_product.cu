@@ -132,12 +132,10 @@ __device__ __forceinline__ void Consume(const GroupedProductParams& p, const Uni
             thread = static_cast<int>(threadIdx.x) % 128, warp = thread / 32, lane = thread % 32;
   const uint32_t words_at = ring + F::kWeightsAt + group * kInt4BlockBytes + thread * 8,
                  scales_at = words_at + kScalesOffset + thread / 4 * 4 - thread * 8;
-  // Tokens lie as TMA lays them down: rows of 128 bytes, chunks of 16 exchanged by the row's last
-  // three bits. Four 8 × 8 matrices at once are two n8 tiles of one k16 step, or two steps of one
-  // tile.
+  // Four 8 × 8 matrices at once are two n8 tiles of one k16 step, or two steps of one tile.
   const int row = kWidth == 8 ? lane % 8 : lane / 16 * 8 + lane % 8,
             chunk = kWidth == 8 ? lane / 8 : lane / 8 % 2;
-  const uint32_t tokens_at = ring + row * kStepBytes + (chunk ^ (row & 7)) * 16;
+  const uint32_t tokens_at = ChunkOf(ring, kStepBytes, row, chunk);
   float acc[kWidth / 8][4] = {};
   const auto multiply_stage = [&](auto blocks) {
     const uint32_t barrier = ring + F::kBarriersAt + place.stage * 8;
@@ -160,13 +158,10 @@ __device__ __forceinline__ void Consume(const GroupedProductParams& p, const Uni
       } else {
 #pragma unroll
         for (int step = 0; step < 2; ++step) {
-#pragma unroll
-          for (int n = 0; n < kWidth / 16; ++n) {
-            uint32_t x[4];
-            LoadMatrices(x, (of_half ^ step * 32) + n * 16 * kStepBytes);
-            Mma(acc[2 * n], fragments[step], x[0], x[1]);
-            Mma(acc[2 * n + 1], fragments[step], x[2], x[3]);
-          }
+          uint32_t x[4];
+          LoadMatrices(x, of_half ^ step * 32);
+          Mma(acc[0], fragments[step], x[0], x[1]);
+          Mma(acc[1], fragments[step], x[2], x[3]);
         }
       }
     }
