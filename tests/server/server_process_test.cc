@@ -181,16 +181,26 @@ TEST(ServerProcessTest, ACacheThatHoldsLessThanAStepIsSaid) {
 }
 
 #ifdef STATETAP_FAILING_MALLOC
+// With failing_malloc.c, which looks for the file `goes_wrong` that `variable` names.
+std::unique_ptr<ServerProcess> PreloadedServer(const std::vector<std::string>& arguments,
+                                               const TempDir& logs, const char* variable,
+                                               const std::filesystem::path& goes_wrong) {
+  setenv(variable, goes_wrong.c_str(), 1);
+  setenv("LD_PRELOAD", STATETAP_FAILING_MALLOC, 1);
+  auto server = std::make_unique<ServerProcess>(arguments, logs.path());
+  unsetenv("LD_PRELOAD");
+  unsetenv(variable);
+  return server;
+}
+
 // Fault class 31, with a supervisor: the server ends, and the next one goes on.
 TEST(ServerProcessTest, EndsWhenTheEngineHasFailedWhereThatIsAsked) {
   TempDir data, logs;
   const std::filesystem::path fails = logs / "fails";
-  setenv("STATETAP_FAIL_MALLOC", fails.c_str(), 1);
-  setenv("LD_PRELOAD", STATETAP_FAILING_MALLOC, 1);
   std::vector<std::string> arguments = Arguments(data);
   arguments.insert(arguments.end(), {"--backend", "cpu", "--engine-failure", "exit"});
-  ServerProcess server(arguments, logs.path());
-  unsetenv("LD_PRELOAD");
+  const auto running = PreloadedServer(arguments, logs, "STATETAP_FAIL_MALLOC", fails);
+  ServerProcess& server = *running;
   const std::string address = server.WaitUntilReady();
   ASSERT_NE(address, "");
   std::ofstream(fails) << "from here on";
@@ -205,12 +215,10 @@ TEST(ServerProcessTest, EndsWhenTheEngineHasFailedWhereThatIsAsked) {
 TEST(ServerProcessTest, AStepThatDoesNotEndIsLeftWhenTheDrainIsOver) {
   TempDir data, logs;
   const std::filesystem::path hangs = logs / "hangs";
-  setenv("STATETAP_HANG_MALLOC", hangs.c_str(), 1);
-  setenv("LD_PRELOAD", STATETAP_FAILING_MALLOC, 1);
   std::vector<std::string> arguments = Arguments(data);
   arguments.insert(arguments.end(), {"--backend", "cpu", "--drain-seconds", "1"});
-  ServerProcess server(arguments, logs.path());
-  unsetenv("LD_PRELOAD");
+  const auto running = PreloadedServer(arguments, logs, "STATETAP_HANG_MALLOC", hangs);
+  ServerProcess& server = *running;
   const std::string address = server.WaitUntilReady();
   ASSERT_NE(address, "");
   std::ofstream(hangs) << "the next step";

@@ -17,8 +17,8 @@ __device__ inline uint32_t Pack(float a, float b) {
   return *reinterpret_cast<const uint32_t*>(&pair);
 }
 
-// Where a row's chunk of 16 bytes lies in shared memory. Chunks are exchanged by the row's last three
-// bits, as TMA's swizzle of 128 bytes does it, so that ldmatrix meets no bank twice.
+// Where a row's chunk of 16 bytes lies in shared memory. Chunks are exchanged by the row's last
+// three bits, as TMA's swizzle of 128 bytes does it, so that ldmatrix meets no bank twice.
 __device__ inline uint32_t ChunkOf(uint32_t rows, int row_bytes, int row, int chunk) {
   return rows + row * row_bytes + (chunk ^ (row & 7)) * 16;
 }
