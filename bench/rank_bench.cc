@@ -24,6 +24,11 @@
 //              [--routing uniform,zipf,hot] [--prefill 8192,…] [--sample 2048] [--decode 1,16,…]
 //              [--context 2048,…] [--cache 262144] [--repeats N] [--graphs on|off]
 //              [--halved-from N] [--exchange none,serial,turns,halves | none,peer,nccl]
+//
+// `ncu --profile-from-start off` sees the steps that are timed, without those that choose
+// algorithms before them.
+#include <cuda_profiler_api.h>
+
 #include <algorithm>
 #include <chrono>
 #include <cmath>
@@ -463,12 +468,14 @@ class Bench {
     const Plans plans = ForEach(std::move(plan));
     std::vector<double> times;
     for (int i = 0; i < options_.repeats + 2; ++i) {
+      if (i == 2) cuda::Check(cudaProfilerStart());
       const auto start = std::chrono::steady_clock::now();
       Step(plans);
       const std::chrono::duration<double, std::milli> took =
           std::chrono::steady_clock::now() - start;
       if (i >= 2) times.push_back(took.count());
     }
+    cuda::Check(cudaProfilerStop());
     std::sort(times.begin(), times.end());
     const double ms = times[times.size() / 2];
     const int tokens = plans[0].num_tokens();
