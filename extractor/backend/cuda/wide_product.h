@@ -65,7 +65,10 @@ __device__ void StoreEight(const StreamProductParams& p, int64_t batch, int toke
                                             values[4 * i + 3]};
       }
     } else {
-      for (int i = 0; i < columns; ++i) to[i] = values[i];
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        if (i < columns) to[i] = values[i];
+      }
     }
   } else {
     auto* to = static_cast<bf16*>(p.y) + at;
@@ -81,7 +84,10 @@ __device__ void StoreEight(const StreamProductParams& p, int64_t batch, int toke
       for (int i = 0; i < 8; ++i) eight[i] = result(i, eight[i]);
       *reinterpret_cast<uint4*>(to) = *all;
     } else {
-      for (int i = 0; i < columns; ++i) to[i] = result(i, to[i]);
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        if (i < columns) to[i] = result(i, to[i]);
+      }
     }
   }
 }

@@ -37,7 +37,7 @@ struct Form {
   static constexpr int kTokenBytes = kMaxWidth * kStepBytes,
                        kWeightBytes = kGroups * kInt4BlockBytes;
   static constexpr int kStageBytes = kStageBlocks * (kTokenBytes + kWeightBytes);
-  static constexpr int kStages = ((kMaxWidth == 8 ? 72 : 110) << 10) / (kStageBytes + 16);
+  static constexpr int kStages = ((kMaxWidth == 8 ? 72 : 111) << 10) / (kStageBytes + 16);
   static constexpr int kWeightsAt = kStages * kStageBlocks * kTokenBytes,
                        kBarriersAt = kStages * kStageBytes, kBytes = kBarriersAt + kStages * 16;
 };

@@ -69,12 +69,9 @@ template <typename Form>
 int64_t BytesOf(int row_tiles, int m, int k, int batch, int processors) {
   const int64_t tiles = int64_t{row_tiles} * Tiles(m, Form::kTokens) * batch,
                 groups = GroupsOf<Form>(tiles, k, processors),
-                slots = int64_t{Form::kBlocks} * processors,
-                rounds = (tiles * groups + slots - 1) / slots,
-                sharing = tiles * groups > processors ? Form::kBlocks : 1;
+                blocks = (tiles * groups + processors - 1) / processors;
   const int64_t of_block = (kWideRows + std::min(m, Form::kTokens)) * int64_t{k} * 2 / groups;
-  return of_block * rounds * sharing +
-         (groups > 1 ? (groups + 1) * kWideRows * Form::kTokens * 4 : 0);
+  return of_block * blocks + (groups > 1 ? (groups + 1) * kWideRows * Form::kTokens * 4 : 0);
 }
 
 // Calls `launch` with the type of the form that reads least: the narrowest where all of x fits it.
