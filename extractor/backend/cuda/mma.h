@@ -1,4 +1,5 @@
-// The few tensor-core and copy instructions of sm_80 that the kernels share. Device code only.
+// What the kernels share of sm_80: the few tensor-core and copy instructions, and SiLU. Device code
+// only.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -16,6 +17,9 @@ __device__ inline uint32_t Pack(float a, float b) {
   const __nv_bfloat162 pair = __floats2bfloat162_rn(a, b);
   return *reinterpret_cast<const uint32_t*>(&pair);
 }
+
+// Hopper's routed experts have one of fast instructions (sm90/pipeline.h).
+__device__ inline float ExactSilu(float x) { return x / (1.0f + expf(-x)); }
 
 // Where a row's chunk of 16 bytes lies in shared memory. Chunks are exchanged by the row's last
 // three bits, as TMA's swizzle of 128 bytes does it, so that ldmatrix meets no bank twice.

@@ -6,6 +6,7 @@
 
 #include "extractor/backend/cuda/check.h"
 #include "extractor/backend/cuda/launch.h"
+#include "extractor/backend/cuda/mma.h"
 #include "extractor/backend/cuda/push_piece.h"
 
 namespace statetap::cuda {
@@ -231,7 +232,7 @@ __global__ void SwiGluKernel(const bf16* gate, const bf16* up, bf16* out, int64_
 #pragma unroll
     for (int j = 0; j < kPack; ++j) {
       const float value = __bfloat162float(g.at[j]);
-      y.at[j] = __float2bfloat16_rn(value / (1.0f + expf(-value)) * __bfloat162float(u.at[j]));
+      y.at[j] = __float2bfloat16_rn(ExactSilu(value) * __bfloat162float(u.at[j]));
     }
     reinterpret_cast<Values*>(out)[i] = y;
   }

@@ -41,8 +41,6 @@ __device__ const bf16* WeightRow(const StreamProductParams& p, int fragment_row,
   }
 }
 
-__device__ inline float ExactSilu(float x) { return x / (1.0f + expf(-x)); }
-
 // Stores eight neighbours of y from a token's fragment rows: of a tile that begins with
 // `first_row`, piece 0 first.
 template <Epilogue kEpilogue>

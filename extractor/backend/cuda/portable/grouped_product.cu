@@ -112,8 +112,6 @@ __device__ void MultiplyStage(const unsigned char* stage, float (&acc)[2][kRows 
   }
 }
 
-__device__ float Silu(float x) { return x / (1.0f + expf(-x)); }
-
 template <Product kProduct, int kRows>
 __device__ void StoreTile(const GroupedProductParams& p, const TokenTile& tile, int weight_tile,
                           const float (&acc)[2][kRows / 8][4]) {
@@ -134,7 +132,7 @@ __device__ void StoreTile(const GroupedProductParams& p, const TokenTile& tile, 
       const float v0 = acc[0][j][c], v1 = acc[0][j][2 + c], v2 = acc[1][j][c],
                   v3 = acc[1][j][2 + c];
       if constexpr (kProduct == Product::kGateUp) {
-        *reinterpret_cast<uint32_t*>(out) = Pack(Silu(v0) * v1, Silu(v2) * v3);
+        *reinterpret_cast<uint32_t*>(out) = Pack(ExactSilu(v0) * v1, ExactSilu(v2) * v3);
       } else {
         *reinterpret_cast<uint2*>(out) = {Pack(v0, v1), Pack(v2, v3)};
       }
