@@ -219,7 +219,8 @@ void AddCaptureFlags(CLI::App& app, JobFlags& flags) {
       ->check(CLI::IsMember({"bf16", "fp8"}))
       ->group("Capture");
   app.add_option("--gate", flags.gate,
-                 "Pause after N stored samples if their statistics raise an alarm [0: never]")
+                 "Pause after N stored samples, or all if they are fewer, where their statistics "
+                 "raise an alarm [0: never]")
       ->check(CLI::NonNegativeNumber)
       ->group("Capture");
   app.add_option("--priority", flags.priority,

@@ -31,7 +31,7 @@ struct ActiveJob {
   RateMeter rate;
   // The pipeline's thread only:
   std::optional<JobCounts> counts;  // as the store has them; none: they have changed since
-  bool gate_passed = false;
+  bool gate_ahead = false;
 };
 
 using ActiveJobPtr = std::shared_ptr<ActiveJob>;

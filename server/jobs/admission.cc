@@ -225,8 +225,9 @@ absl::Status Admission::Add(const SampleBatch& samples) {
                             admitter_.Admit(samples, Lengths::kCheck));
   if (rows.empty()) return absl::OkStatus();
   if (!open_) {
+    const Gate gate = admitter_.plan().options.gate() > 0 ? Gate::kAhead : Gate::kNone;
     STATETAP_ASSIGN_OR_RETURN(const int64_t key,
-                              store_->CreateJob(ContentOf(admitter_.plan(), *model_)));
+                              store_->CreateJob(ContentOf(admitter_.plan(), *model_), gate));
     open_.emplace(*store_, key);
   }
   STATETAP_ASSIGN_OR_RETURN(const JobStore::Added added, store_->AddSamples(open_->key(), rows));

@@ -126,11 +126,15 @@ absl::Status JobRunner::Activate(const JobRecord& record) {
   }
   auto job =
       std::make_shared<ActiveJob>(record.key, record.id, *plan, ShardConfigOf(record, *plan));
-  job->gate_passed = record.counts.stored >= plan->options.gate();
+  if (record.gate == Gate::kAhead) {
+    job->gate_ahead = plan->options.gate() > 0;
+    if (!job->gate_ahead) STATETAP_RETURN_IF_ERROR(store_.PassGate(record.key));
+  }
   {
     const std::lock_guard lock(mutex_);
     jobs_[record.key] = job;
   }
+  if (job->gate_ahead) pipeline_->LookWhereDue(job);
   queue_->Add(std::move(job));
   return absl::OkStatus();
 }
@@ -167,7 +171,9 @@ absl::Status JobRunner::Pause(const JobRecord& job) {
 absl::Status JobRunner::Resume(const JobRecord& job) {
   return StopThen(job.key, ShardPipeline::Finished::kCommit, [&]() -> absl::Status {
     STATETAP_RETURN_IF_ERROR(store_.Resume(job.key));
-    return Activate(job);
+    STATETAP_ASSIGN_OR_RETURN(const JobRecord now, store_.GetJob(job.key));
+    // All was stored and only the gate was shut.
+    return HasEnded(now.state) ? absl::OkStatus() : Activate(now);
   });
 }
 

@@ -142,6 +142,15 @@ void ShardPipeline::PushRejected(ActiveJobPtr job, int64_t index, Rejection reje
   Push({std::move(job), nullptr, {{index, std::move(rejection)}}});
 }
 
+void ShardPipeline::LookWhereDue(ActiveJobPtr job) {
+  Push({nullptr,
+        [this, job = std::move(job)] {
+          LookAtGate(job);
+          CloseIfNothingLeft(job);
+        },
+        {}});
+}
+
 std::future<absl::Status> ShardPipeline::Stop(int64_t key, Finished finished,
                                               std::function<absl::Status()> then) {
   auto promise = std::make_shared<std::promise<absl::Status>>();
@@ -258,7 +267,7 @@ void ShardPipeline::Append(const ActiveJobPtr& job, std::shared_ptr<FinishedSamp
   if (shard.given_rows * StatesRowBytes(job->shard_config) >=
       static_cast<int64_t>(job->plan.options.shard_bytes()))
     BeginCommit(shard);
-  if (!job->gate_passed) LookAtGate(job);
+  LookAtGate(job);
 }
 
 void ShardPipeline::BeginCommit(Shard& shard) {
@@ -385,13 +394,15 @@ absl::StatusOr<JobCounts> ShardPipeline::CountsOf(ActiveJob& job) const {
   return *job.counts;
 }
 
-// What is to do lies in shards: nothing else runs, so they are closed, which ends the job.
+// What is to do lies in shards: nothing else runs, so they are closed, which ends the job, or lets
+// its gate be looked at, however few samples there are.
 void ShardPipeline::CloseIfNothingLeft(const ActiveJobPtr& job) {
   if (job->stopped) return;
   const absl::StatusOr<JobCounts> counts = CountsOf(*job);
   if (!counts.ok()) return Fault(job, counts.status());
   if (counts->to_do > job->captured) return;
   if (const absl::Status status = Close(job); !status.ok()) return Fault(job, status);
+  if (job->gate_ahead && !PassesGate(job)) return;
   job->stopped = true;
   const absl::StatusOr<JobRecord> record = store_.GetJob(job->key);
   if (record.ok()) {
@@ -405,23 +416,39 @@ void ShardPipeline::CloseIfNothingLeft(const ActiveJobPtr& job) {
 // Once the first samples are in shards they are stored, and the rest runs only if nothing about
 // them is alarming. Looked at as each comes: the engine may have captured all others meanwhile.
 void ShardPipeline::LookAtGate(const ActiveJobPtr& job) {
+  if (!job->gate_ahead || job->stopped) return;
   const absl::StatusOr<JobCounts> counts = CountsOf(*job);
   if (!counts.ok()) return Fault(job, counts.status());
   const int64_t in_shards = job->captured;
-  if (counts->stored + in_shards < job->plan.options.gate() || counts->to_do == in_shards) return;
-  job->gate_passed = true;
+  if (counts->to_do == in_shards) return;  // CloseIfNothingLeft looks
+  if (counts->stored + in_shards < job->plan.options.gate()) return;
   if (const absl::Status status = Close(job); !status.ok()) return Fault(job, status);
+  PassesGate(job);
+}
+
+// What the look finds and what follows from it is one transaction: until that is done the gate is
+// ahead, also for the next attempt.
+bool ShardPipeline::PassesGate(const ActiveJobPtr& job) {
   const absl::StatusOr<std::string> alarms = AlarmsOf(job->key);
-  if (!alarms.ok()) return Fault(job, alarms.status());
-  if (alarms->empty()) return;
+  absl::Status status = alarms.status();
+  if (status.ok() && alarms->empty()) {
+    status = store_.PassGate(job->key);
+  } else if (status.ok()) {
+    LogWarning("{}: paused at its gate: {}", job->id, *alarms);
+    status = store_.PauseAtGate(
+        job->key, fmt::format("paused at its gate: {}; look at `statetap stats {}`, then `statetap "
+                              "resume` or `statetap cancel`",
+                              *alarms, job->id));
+  }
+  if (!status.ok()) {
+    Fault(job, status);
+    return false;
+  }
+  job->gate_ahead = false;
+  if (alarms->empty()) return true;
   job->stopped = true;
-  LogWarning("{}: paused at its gate: {}", job->id, *alarms);
-  const absl::Status paused = store_.MarkPaused(
-      job->key, fmt::format("paused at its gate: {}; look at `statetap stats {}`, then `statetap "
-                            "resume` or `statetap cancel`",
-                            *alarms, job->id));
-  if (!paused.ok()) LogError("{}: {}", job->id, MessageOf(paused));
   listener_.stopped(*job);
+  return false;
 }
 
 absl::StatusOr<std::string> ShardPipeline::AlarmsOf(int64_t key) const {

@@ -57,6 +57,9 @@ class ShardPipeline {
   // `reserved_bytes` of the host buffer are released once the sample is in its shard or dropped.
   void PushFinished(ActiveJobPtr job, FinishedSample sample, int64_t reserved_bytes);
   void PushRejected(ActiveJobPtr job, int64_t index, Rejection rejection);
+  // Of a job with its gate ahead: a crash or a pause may have come between the storing of its first
+  // samples and the look at them.
+  void LookWhereDue(ActiveJobPtr job);
   // Stops the attempt that runs, commits or drops what it finished, forgets a retry that is due,
   // and runs `then` on the pipeline's thread; its status comes when all that was pushed before is
   // done.
@@ -101,6 +104,7 @@ class ShardPipeline {
   void CloseAllNow();
   void CloseIfNothingLeft(const ActiveJobPtr& job);
   void LookAtGate(const ActiveJobPtr& job);
+  bool PassesGate(const ActiveJobPtr& job);  // else the job has stopped
   absl::StatusOr<std::string> AlarmsOf(int64_t key) const;
   void Fault(const ActiveJobPtr& job, const absl::Status& status);
   // Of a write below `path` that failed: UNAVAILABLE where its folder was taken out and the job can

@@ -9,7 +9,7 @@
 namespace statetap {
 namespace {
 
-constexpr int kSchemaVersion = 5;
+constexpr int kSchemaVersion = 6;
 
 // From version i + 1 to i + 2.
 constexpr std::string_view kMigrations[] = {
@@ -24,6 +24,11 @@ constexpr std::string_view kMigrations[] = {
     "ALTER TABLE jobs ADD COLUMN tool_calls INTEGER NOT NULL DEFAULT 0;"
     "ALTER TABLE jobs ADD COLUMN odd_tool_ids INTEGER NOT NULL DEFAULT 0;"
     "ALTER TABLE jobs ADD COLUMN spelled_specials INTEGER NOT NULL DEFAULT 0;",
+    // Whether a job under way has a gate, and was looked at, cannot be seen here: it is once more
+    // (JobRunner passes those without one).
+    "ALTER TABLE jobs ADD COLUMN gate INTEGER NOT NULL DEFAULT 0;"
+    "UPDATE jobs SET gate = CASE WHEN message LIKE 'paused at its gate:%' THEN 2 ELSE 1 END "
+    "WHERE state IN (1, 2, 3, 7);",
 };
 static_assert(std::size(kMigrations) == kSchemaVersion - 1);
 

@@ -3,7 +3,8 @@
 //
 // After every transaction submitted = stored + rejected + cancelled + to_do, and a job that has
 // nothing to do has ended: SUCCEEDED where something was stored, CANCELLED where something was
-// cancelled, else FAILED with the reasons. Thread safe. Errors: NOT_FOUND names the job,
+// cancelled, else FAILED with the reasons. One that has stored something ends behind its gate only.
+// Thread safe. Errors: NOT_FOUND names the job,
 // RESOURCE_EXHAUSTED or INTERNAL the file.
 #pragma once
 
@@ -42,6 +43,13 @@ constexpr bool HasEnded(JobState state) {
 }
 std::string_view NameOf(JobState state);  // "queued", …
 
+// Of a job whose first samples' statistics are looked at (JobOptions.gate).
+enum class Gate {
+  kNone = 0,   // there is none, or it is passed
+  kAhead = 1,  // not looked at yet
+  kShut = 2    // there were alarms: paused until a person resumes it
+};
+
 struct JobCounts {
   int64_t submitted = 0, stored = 0, rejected = 0, cancelled = 0, to_do = 0;
   int64_t excluded = 0, evicted = 0;  // marks on stored samples
@@ -69,6 +77,7 @@ struct JobRecord {
   JobCounts counts;
   TextCounts text;  // of the samples that were not rejected as they came in
   int64_t tokens = 0, generated = 0, bytes = 0;
+  Gate gate = Gate::kNone;
 };
 
 struct Rejection {
@@ -139,7 +148,7 @@ class JobStore {
                                                         const Options& options);
 
   // --- An upload: Create, Add…, then Publish or Abandon. Invisible until published.
-  absl::StatusOr<int64_t> CreateJob(const ContentConfig& content);
+  absl::StatusOr<int64_t> CreateJob(const ContentConfig& content, Gate gate = Gate::kNone);
   struct Added {
     int64_t added = 0;
     int64_t to_do = 0, tokens = 0;  // of the added ones those that were not rejected
@@ -176,10 +185,15 @@ class JobStore {
   absl::Status Reject(int64_t key, std::span<const RejectedSample> samples);
   // Every sample that is still to do.
   absl::Status RejectRest(int64_t key, const Rejection& rejection);
+  // CANCELLED, too, where nothing is to do and the gate is not passed.
   absl::Status CancelRest(int64_t key);
   // Of a queued, running or waiting job.
   absl::Status MarkPaused(int64_t key, std::string_view message);
-  // From PAUSED to QUEUED; FAILED_PRECONDITION for a job that is not paused.
+  // The look at the gate found nothing, or alarms that `message` names.
+  absl::Status PassGate(int64_t key);
+  absl::Status PauseAtGate(int64_t key, std::string_view message);
+  // From PAUSED to QUEUED, through a gate that is shut; FAILED_PRECONDITION for a job that is not
+  // paused.
   absl::Status Resume(int64_t key);
   struct Retried {
     int64_t retried = 0, kept = 0;  // kept: refused at admission, nothing of them is there

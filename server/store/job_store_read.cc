@@ -12,7 +12,9 @@ constexpr std::string_view kJobColumns =
     "key, id, COALESCE(name, ''), message, state, options, digest, created, started, ended, "
     "weight_digest, tokenizer_digest, template_digest, dtype, inner_eps, submitted, stored, "
     "rejected, cancelled, to_do, excluded, evicted, tokens, generated, bytes, stop_ids, thoughts, "
-    "dropped_earlier, dropped_tool_turns, dropped_last, tool_calls, odd_tool_ids, spelled_specials";
+    "dropped_earlier, dropped_tool_turns, dropped_last, tool_calls, odd_tool_ids, "
+    "spelled_specials, "
+    "gate";
 
 JobRecord ReadJob(const SqlRow& row) {
   JobRecord job;
@@ -35,6 +37,7 @@ JobRecord ReadJob(const SqlRow& row) {
   job.bytes = row.Int(24);
   job.text = {row.Int(26), row.Int(27), row.Int(28), row.Int(29),
               row.Int(30), row.Int(31), row.Int(32)};
+  job.gate = static_cast<Gate>(row.Int(33));
   return job;
 }
 

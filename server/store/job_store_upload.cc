@@ -32,13 +32,15 @@ absl::Status DifferentContent(std::string_view id, int64_t first_line, int64_t l
       first_line, line, id));
 }
 
-absl::StatusOr<int64_t> JobStore::CreateJob(const ContentConfig& content) {
+absl::StatusOr<int64_t> JobStore::CreateJob(const ContentConfig& content, Gate gate) {
   const std::lock_guard lock(write_mutex_);
-  STATETAP_RETURN_IF_ERROR(write_.Run(
-      "INSERT INTO jobs (id, state, options, created, weight_digest, tokenizer_digest, "
-      "template_digest, dtype, inner_eps, stop_ids) VALUES (?, 0, '', ?, ?, ?, ?, ?, ?, ?)",
-      RandomId(), NowUnixMs(), content.weight_digest, content.tokenizer_digest,
-      content.template_digest, content.dtype, content.inner_eps, content.stop_ids));
+  STATETAP_RETURN_IF_ERROR(
+      write_.Run("INSERT INTO jobs (id, state, options, created, weight_digest, tokenizer_digest, "
+                 "template_digest, dtype, inner_eps, stop_ids, gate) VALUES (?, 0, '', ?, ?, ?, ?, "
+                 "?, ?, ?, ?)",
+                 RandomId(), NowUnixMs(), content.weight_digest, content.tokenizer_digest,
+                 content.template_digest, content.dtype, content.inner_eps, content.stop_ids,
+                 static_cast<int>(gate)));
   return write_.last_row();
 }
 

@@ -25,18 +25,18 @@ absl::Status JobStore::VerifyCounts(int64_t key) {
       "OR evicted <> (SELECT COALESCE(SUM(samples), 0) FROM shards WHERE job = ?1 AND evicted = 1) "
       "OR bytes <> (SELECT COALESCE(SUM(bytes), 0) FROM shards WHERE job = ?1) "
       "OR tokens <> (SELECT COALESCE(SUM(rows), 0) FROM shards WHERE job = ?1) "
-      "OR (state IN (4, 5, 6)) <> (state <> 0 AND to_do = 0))",
+      "OR (state IN (4, 5, 6)) <> (state <> 0 AND to_do = 0 AND (gate = 0 OR stored = 0)))",
       [&](const SqlRow& row) { wrong = row.Int(0); }, key));
   if (wrong == 0) return absl::OkStatus();
   return absl::InternalError(fmt::format("job {}: the counts of its samples do not add up", key));
 }
 
-// Ends a job that has nothing to do.
+// Ends a job that has nothing to do, and no gate ahead of what it has stored.
 absl::Status JobStore::Settle(int64_t key) {
   std::optional<JobCounts> counts;
   STATETAP_RETURN_IF_ERROR(write_.Query(
       "SELECT stored, rejected, cancelled FROM jobs WHERE key = ? AND to_do = 0 "
-      "AND state IN (1, 2, 3, 7)",
+      "AND (gate = 0 OR stored = 0) AND state IN (1, 2, 3, 7)",
       [&](const SqlRow& row) {
         counts = JobCounts{.stored = row.Int(0), .rejected = row.Int(1), .cancelled = row.Int(2)};
       },
@@ -144,8 +144,12 @@ absl::Status JobStore::CancelRest(int64_t key) {
   return Transact(key, [&]() -> absl::Status {
     STATETAP_RETURN_IF_ERROR(
         write_.Run("UPDATE samples SET state = 3 WHERE job = ? AND state = 0", key));
-    return write_.Run("UPDATE jobs SET cancelled = cancelled + to_do, to_do = 0 WHERE key = ?",
-                      key);
+    STATETAP_RETURN_IF_ERROR(
+        write_.Run("UPDATE jobs SET state = 6, message = '', ended = ? WHERE key = ? AND gate <> 0 "
+                   "AND to_do = 0 AND state IN (1, 2, 3, 7)",
+                   NowUnixMs(), key));
+    return write_.Run(
+        "UPDATE jobs SET cancelled = cancelled + to_do, to_do = 0, gate = 0 WHERE key = ?", key);
   });
 }
 
@@ -156,10 +160,25 @@ absl::Status JobStore::MarkPaused(int64_t key, std::string_view message) {
   });
 }
 
+absl::Status JobStore::PassGate(int64_t key) {
+  return Transact(key, [&] { return write_.Run("UPDATE jobs SET gate = 0 WHERE key = ?", key); });
+}
+
+absl::Status JobStore::PauseAtGate(int64_t key, std::string_view message) {
+  return Transact(key, [&] {
+    return write_.Run(
+        "UPDATE jobs SET gate = 2, state = 7, message = ? WHERE key = ? "
+        "AND state IN (1, 2, 3)",
+        message, key);
+  });
+}
+
 absl::Status JobStore::Resume(int64_t key) {
   return Transact(key, [&]() -> absl::Status {
     STATETAP_RETURN_IF_ERROR(
-        write_.Run("UPDATE jobs SET state = 1, message = '' WHERE key = ? AND state = 7", key));
+        write_.Run("UPDATE jobs SET state = 1, message = '', gate = CASE gate WHEN 2 THEN 0 "
+                   "ELSE gate END WHERE key = ? AND state = 7",
+                   key));
     if (write_.changes() == 1) return absl::OkStatus();
     return absl::FailedPreconditionError("the job is not paused: there is nothing to resume");
   });

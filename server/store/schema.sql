@@ -1,4 +1,4 @@
--- The store's tables, version 5 (PRAGMA user_version; job_store.cc brings older files up to it). Times are Unix milliseconds.
+-- The store's tables, version 6 (PRAGMA user_version; job_store.cc brings older files up to it). Times are Unix milliseconds.
 
 CREATE TABLE jobs (
   key INTEGER PRIMARY KEY AUTOINCREMENT,
@@ -36,7 +36,8 @@ CREATE TABLE jobs (
   dropped_last INTEGER NOT NULL DEFAULT 0,
   tool_calls INTEGER NOT NULL DEFAULT 0,
   odd_tool_ids INTEGER NOT NULL DEFAULT 0,
-  spelled_specials INTEGER NOT NULL DEFAULT 0
+  spelled_specials INTEGER NOT NULL DEFAULT 0,
+  gate INTEGER NOT NULL DEFAULT 0  -- Gate of job_store.h
 );
 
 CREATE TABLE samples (
@@ -101,4 +102,4 @@ CREATE TABLE acks (
 -- Deleted jobs whose files are still to be removed.
 CREATE TABLE doomed (id TEXT PRIMARY KEY) WITHOUT ROWID;
 
-PRAGMA user_version = 5;
+PRAGMA user_version = 6;

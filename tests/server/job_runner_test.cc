@@ -398,6 +398,80 @@ TEST(JobRunnerTest, AGateIsLookedAtAfterItsSamplesHoweverFastTheEngineIs) {
   EXPECT_EQ(harness.WaitForEnd(paused).counts.stored, 60);
 }
 
+bool IsPausedOrHasEnded(const JobRecord& job) {
+  return job.state == JobState::kPaused || HasEnded(job.state);
+}
+
+// As if the server had been killed between storing a gate's samples and noting the pause.
+TEST(JobRunnerTest, AGateIsLookedAtOnceAcrossACrash) {
+  for (const int samples : {60, 10}) {
+    JobHarness harness;
+    harness.engine->faults.zero_boundary = 4;
+    harness.Run();
+    ASSERT_OK_AND_ASSIGN(auto sql, SqlConnection::Open(harness.dir / "statetap.db",
+                                                       SqlConnection::Access::kReadWrite));
+    ASSERT_OK(
+        sql.Execute("CREATE TRIGGER killed BEFORE UPDATE OF state ON jobs WHEN NEW.state = 7 "
+                    "BEGIN SELECT RAISE(ABORT, 'killed'); END"));
+    v1::JobOptions options = Options();
+    options.set_gate(10);
+    ASSERT_OK_AND_ASSIGN(const JobRecord job, harness.Submit(options, Texts(samples, 2)));
+    harness.WaitUntil(job, [](const JobRecord& now) { return now.counts.stored == 10; });
+    harness.Stop();
+    ASSERT_OK(sql.Execute("DROP TRIGGER killed"));
+    harness.Restart();
+    harness.Run();
+    const JobRecord paused = harness.WaitUntil(job, IsPausedOrHasEnded);
+    ASSERT_EQ(NameOf(paused.state), "paused");
+    EXPECT_THAT(paused.message, HasSubstr("zero_boundary"));
+    EXPECT_EQ(paused.counts.stored, 10);
+    EXPECT_EQ(paused.counts.to_do, samples - 10);
+    // Neither a restart of the paused job nor one after its resumption looks again.
+    harness.Restart();
+    harness.engine->faults.step = std::chrono::milliseconds(1);
+    harness.Run();
+    EXPECT_EQ(NameOf(harness.store->GetJob(job.key)->state), "paused");
+    ASSERT_OK(harness.runner->Resume(paused));
+    harness.Restart();
+    harness.Run();
+    const JobRecord ended = harness.WaitUntil(job, IsPausedOrHasEnded);
+    EXPECT_EQ(NameOf(ended.state), "succeeded");
+    EXPECT_EQ(ended.counts.stored, samples);
+  }
+}
+
+TEST(JobRunnerTest, AJobThatEndsAtOrBeforeItsGateIsLookedAtToo) {
+  for (const bool rejects : {false, true}) {
+    for (const int64_t gate : {10, 11, 500}) {
+      JobHarness harness;
+      harness.engine->faults.zero_boundary = 4;
+      if (rejects) harness.engine->faults.bad_token = 10;  // the last sample's
+      harness.Run();
+      v1::JobOptions options = Options();
+      options.set_gate(gate);
+      ASSERT_OK_AND_ASSIGN(const JobRecord job, harness.Submit(options, Texts(10, 40)));
+      const JobRecord paused = harness.WaitUntil(job, IsPausedOrHasEnded);
+      ASSERT_EQ(NameOf(paused.state), "paused") << gate;
+      EXPECT_THAT(paused.message, HasSubstr("zero_boundary"));
+      EXPECT_EQ(paused.counts.stored, rejects ? 9 : 10);
+      EXPECT_EQ(paused.counts.to_do, 0);
+      ASSERT_OK(harness.runner->Resume(paused));
+      EXPECT_EQ(NameOf(harness.WaitForEnd(job).state), "succeeded");
+
+      // Cancelled, it is no success.
+      options.set_name("cancelled");
+      ASSERT_OK_AND_ASSIGN(const JobRecord other, harness.Submit(options, Texts(10, 40)));
+      ASSERT_OK(harness.runner->Cancel(harness.WaitUntil(other, IsPausedOrHasEnded)));
+      EXPECT_EQ(NameOf(harness.store->GetJob(other.key)->state), "cancelled");
+
+      harness.engine->faults.zero_boundary = -1;
+      options.set_name("sound");
+      ASSERT_OK_AND_ASSIGN(const JobRecord sound, harness.Submit(options, Texts(10, 40)));
+      EXPECT_EQ(NameOf(harness.WaitUntil(sound, IsPausedOrHasEnded).state), "succeeded");
+    }
+  }
+}
+
 TEST(JobRunnerTest, ABoundOnShardsPausesTheEngineUntilReadersAreDone) {
   JobRunner::Options options;
   options.max_shard_bytes = 512 << 10;  // 128 bytes a row; a committed shard takes 4.4 MB

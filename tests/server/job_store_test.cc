@@ -232,6 +232,43 @@ TEST_F(JobStoreTest, PauseKeepsWhatIsToDoUntilResume) {
   ExpectCounts(job.key, JobState::kSucceeded, 2, 0, 0, 0);
 }
 
+TEST_F(JobStoreTest, AJobEndsBehindItsGate) {
+  const auto publish = [&](std::string_view name) -> absl::StatusOr<int64_t> {
+    STATETAP_ASSIGN_OR_RETURN(const int64_t key, store_->CreateJob({}, Gate::kAhead));
+    STATETAP_RETURN_IF_ERROR(
+        store_->AddSamples(key, std::vector{Sample("a"), Sample("b")}).status());
+    return store_->PublishJob(key, name, "o", NoDifference)->job.key;
+  };
+  ASSERT_OK_AND_ASSIGN(const int64_t sound, publish("sound"));
+  ASSERT_OK(Commit(sound, {0, 1}));
+  ExpectCounts(sound, JobState::kQueued, 2, 0, 0, 0);
+  ASSERT_OK(store_->PassGate(sound));
+  ExpectCounts(sound, JobState::kSucceeded, 2, 0, 0, 0);
+
+  ASSERT_OK_AND_ASSIGN(const int64_t dead, publish("dead"));
+  ASSERT_OK(Commit(dead, {0, 1}));
+  ASSERT_OK(store_->PauseAtGate(dead, "a dead tap"));
+  Reopen();
+  ExpectCounts(dead, JobState::kPaused, 2, 0, 0, 0);
+  EXPECT_EQ(store_->GetJob(dead)->message, "a dead tap");
+  ASSERT_OK(store_->Resume(dead));
+  ExpectCounts(dead, JobState::kSucceeded, 2, 0, 0, 0);
+
+  // A pause by a person is no look.
+  ASSERT_OK_AND_ASSIGN(const int64_t paused, publish("paused"));
+  ASSERT_OK(store_->MarkPaused(paused, "paused"));
+  ASSERT_OK(store_->Resume(paused));
+  EXPECT_EQ(store_->GetJob(paused)->gate, Gate::kAhead);
+  ASSERT_OK(Commit(paused, {0, 1}));
+  ASSERT_OK(store_->CancelRest(paused));
+  ExpectCounts(paused, JobState::kCancelled, 2, 0, 0, 0);
+
+  // Without a stored sample there is nothing to look at.
+  ASSERT_OK_AND_ASSIGN(const int64_t empty, publish("empty"));
+  ASSERT_OK(store_->RejectRest(empty, {"write", {}, {}, "no"}));
+  ExpectCounts(empty, JobState::kFailed, 0, 2, 0, 0);
+}
+
 TEST_F(JobStoreTest, RetryBringsBackWhatCanRunAndSaysWhatCannot) {
   std::vector<SampleRow> samples = {Sample("a"), Sample("b"), Sample("c")};
   samples[2].rejection = Rejection{"template", {}, {}, "no"};
@@ -324,11 +361,16 @@ TEST_F(JobStoreTest, FilesOfEarlierVersionsAreBroughtUpToDate) {
       "ALTER TABLE jobs DROP COLUMN dropped_tool_turns; ALTER TABLE jobs DROP COLUMN dropped_last;"
       "ALTER TABLE jobs DROP COLUMN tool_calls; ALTER TABLE jobs DROP COLUMN odd_tool_ids;"
       "ALTER TABLE jobs DROP COLUMN spelled_specials;",  // 5
+      "ALTER TABLE jobs DROP COLUMN gate;",              // 6
   };
   for (size_t version = 1; version <= undo.size(); ++version) {
     const std::string name = fmt::format("of version {}", version);
     ASSERT_OK_AND_ASSIGN(const JobRecord job, Publish({Sample("a")}, name));
     ASSERT_OK(Commit(job.key, {0}));
+    const std::string under_way = name + ", under way", at_gate = name + ", at its gate";
+    ASSERT_OK_AND_ASSIGN(const JobRecord running, Publish({Sample("a")}, under_way));
+    ASSERT_OK_AND_ASSIGN(const JobRecord shut, Publish({Sample("a")}, at_gate));
+    ASSERT_OK(store_->MarkPaused(shut.key, "paused at its gate: zero_boundary"));
     store_.reset();
     {
       ASSERT_OK_AND_ASSIGN(
@@ -345,7 +387,10 @@ TEST_F(JobStoreTest, FilesOfEarlierVersionsAreBroughtUpToDate) {
     EXPECT_FALSE(listed[0].excluded);
     ASSERT_OK_AND_ASSIGN(const auto shards, store_->Shards(job.key));
     EXPECT_FALSE(shards[0].evicted);
-    ASSERT_OK(store_->DeleteJob(job.key));
+    EXPECT_EQ(again.gate, Gate::kNone);
+    EXPECT_EQ(store_->GetJob(under_way)->gate, Gate::kAhead);
+    EXPECT_EQ(store_->GetJob(at_gate)->gate, Gate::kShut);
+    for (const int64_t key : {job.key, running.key, shut.key}) ASSERT_OK(store_->DeleteJob(key));
   }
 }
 
