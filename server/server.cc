@@ -124,11 +124,14 @@ absl::Status Server::Impl::ServeHttp(const Options& options) {
     if (const absl::Status engine = runner->engine_status(); !engine.ok())
       return {false, std::string(MessageOf(engine))};
     std::string text = "ok";
-    for (const ShardFolders::Root& root : folders.roots())
-      if (!root.failure.empty())
-        text += fmt::format("; shard folder {} {}: {}", root.path.string(),
-                            root.out_of_use ? "is out of use until a restart" : "cannot be written",
-                            root.failure);
+    for (const ShardFolders::Root& root : folders.roots()) {
+      if (root.failure.empty()) continue;
+      text += fmt::format("; shard folder {} {}: {}", root.path.string(),
+                          root.out_of_use ? "is out of use until a restart"
+                          : root.lost     ? "is lost"
+                                          : "cannot be written",
+                          root.failure);
+    }
     return {true, text};
   };
   handlers.metrics = [metrics = std::make_shared<Metrics>(*store, *runner, model, folders,

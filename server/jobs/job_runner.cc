@@ -29,6 +29,7 @@ absl::StatusOr<std::unique_ptr<JobRunner>> JobRunner::Start(JobStore& store,
                                                             const ServedModel& model,
                                                             Engine& engine, ShardFolders& folders,
                                                             const Options& options) {
+  STATETAP_RETURN_IF_ERROR(TakeOutLostFolders(store, folders));
   STATETAP_RETURN_IF_ERROR(RecoverShards(store, folders));
   std::unique_ptr<JobRunner> runner(new JobRunner(store, model, engine, folders, options));
   runner->CountShardBytes();

@@ -91,6 +91,17 @@ absl::Status RecoverFolder(JobStore& store, const JobRecord& job, const ShardFol
 
 }  // namespace
 
+absl::Status TakeOutLostFolders(const JobStore& store, ShardFolders& folders) {
+  std::vector<std::filesystem::path> paths;
+  STATETAP_ASSIGN_OR_RETURN(const std::vector<JobRecord> jobs, store.ListJobs());
+  for (const JobRecord& job : jobs) {
+    STATETAP_ASSIGN_OR_RETURN(const std::vector<ShardRow> shards, store.Shards(job.key));
+    for (const ShardRow& shard : shards) paths.push_back(folders.FromStored(shard.path));
+  }
+  folders.TakeOutLost(paths);
+  return absl::OkStatus();
+}
+
 absl::Status RemoveShards(JobStore& store, const ShardFolders& folders, const std::string& job) {
   for (const auto& folder : folders.Folders(job)) {
     std::error_code error;

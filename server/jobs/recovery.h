@@ -7,6 +7,9 @@
 
 namespace statetap {
 
+// Takes out the folders that were lost while no server ran.
+absl::Status TakeOutLostFolders(const JobStore& store, ShardFolders& folders);
+
 // In the folders of the store's jobs: unfinished files (*.partial) are removed. A shard that the
 // store does not name (the server ended between the rename and the transaction) is taken over if it
 // verifies and all of its samples are still to do with the same content and options; else it is

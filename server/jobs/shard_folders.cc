@@ -89,7 +89,7 @@ bool ShardFolders::TakeOut(const std::filesystem::path& path, const absl::Status
   const std::lock_guard lock(mutex_);
   Root& failed = roots_[root];
   if (failed.out_of_use) return true;
-  failed.failure = std::string(MessageOf(why));
+  if (!failed.lost) failed.failure = std::string(MessageOf(why));
   if (std::ranges::count(roots_, false, &Root::out_of_use) < 2) return false;
   failed.out_of_use = true;
   LogError("shard folder {} is out of use until the server starts again: {}", failed.path.string(),
@@ -97,11 +97,47 @@ bool ShardFolders::TakeOut(const std::filesystem::path& path, const absl::Status
   return true;
 }
 
+void ShardFolders::TakeOutLost(std::span<const std::filesystem::path> shards) {
+  struct Below {
+    int64_t missing = 0;
+    std::filesystem::path first;
+    bool found = false;
+  };
+  std::vector<Below> below(roots_.size());
+  std::error_code ignored;
+  for (const auto& shard : shards) {
+    const size_t root = RootOf(shard);
+    if (root == roots_.size() || below[root].found) continue;
+    below[root].found = std::filesystem::exists(shard, ignored);
+    if (below[root].missing++ == 0) below[root].first = shard;
+  }
+  for (size_t i = 0; i < roots_.size(); ++i) {
+    const std::filesystem::path root = roots_[i].path, there = Existing(root);
+    std::string why;
+    if (!std::filesystem::is_directory(there, ignored)) {
+      why = fmt::format(
+          "{} is a file; put the folder back and start the server again, or give another --shards",
+          there.string());
+    } else if (below[i].missing > 0 && !below[i].found) {
+      why = fmt::format(
+          "{0} of its {0} shards are missing ({1} …); mount its disk, or put the folder back, and "
+          "start the server again, or delete the jobs concerned",
+          below[i].missing, below[i].first.string());
+    } else {
+      continue;
+    }
+    if (!TakeOut(root, absl::NotFoundError(why)))
+      LogError("shard folder {} is lost: {}", root.string(), why);
+    const std::lock_guard lock(mutex_);
+    roots_[i].lost = true;
+  }
+}
+
 void ShardFolders::Written(const std::filesystem::path& path) {
   const size_t root = RootOf(path);
   if (root == roots_.size()) return;
   const std::lock_guard lock(mutex_);
-  if (!roots_[root].out_of_use) roots_[root].failure.clear();
+  if (!roots_[root].out_of_use && !roots_[root].lost) roots_[root].failure.clear();
 }
 
 int64_t ShardFolders::FreeBytes() const {

@@ -31,12 +31,17 @@ class ShardFolders {
   // Something below the root that holds `path` could not be written. Takes that root out; false
   // where it is the last one in use, which stays.
   bool TakeOut(const std::filesystem::path& path, const absl::Status& why);
+  // At the start, with all `shards` of the store: a root that is no folder, or holds none of those
+  // that should lie there, was lost meanwhile (its disk is not mounted). Taken out like one that
+  // failed.
+  void TakeOutLost(std::span<const std::filesystem::path> shards);
   // The shard at `path` is written: what failed below its root before has gone.
   void Written(const std::filesystem::path& path);
   struct Root {
     std::filesystem::path path;
-    std::string failure;      // of the last write; empty: none
+    std::string failure;      // of the last write, or why it is lost; empty: none
     bool out_of_use = false;  // no shard goes there any more
+    bool lost = false;        // at the start: no shard written there brings back what it held
   };
   std::vector<Root> roots() const;
   int64_t FreeBytes() const;  // on all roots in use, each file system once

@@ -114,7 +114,7 @@ void AddMemory(std::string& text, const Engine& engine) {
 
 void AddFolders(std::string& text, const ShardFolders& folders) {
   Metric up(text, "statetap_shard_folder_up", "gauge",
-            "1 while shards can be written there, 0 once one could not.");
+            "1 while shards can be written there, 0 once one could not or the folder was lost.");
   for (const ShardFolders::Root& root : folders.roots())
     up.Add({{"path", root.path.string()}}, root.failure.empty() ? 1 : 0);
 }

@@ -413,6 +413,76 @@ TEST_F(ServerLifeTest, SaysWhichShardFolderFailedAndWhereAJobsShardsLie) {
   EXPECT_THAT(get("/healthz"), AllOf(HasSubstr(out_of_use), Not(HasSubstr(cannot))));
 }
 
+// Its disk is not mounted, or a file lies in its place.
+TEST_F(ServerLifeTest, AShardFolderThatIsLostBeforeTheStartIsSaidAtTheStart) {
+  const testing::TempDir disks;
+  const auto get = [&](const char* path) {
+    httplib::Client client("http://" + server_->http_address());
+    const auto answer = client.Get(path);
+    EXPECT_TRUE(answer && answer->status == 200) << path;
+    return answer ? answer->body : std::string();
+  };
+  const auto up = [](const std::filesystem::path& folder, int value) {
+    return HasSubstr(fmt::format("shard_folder_up{{path=\"{}\"}} {}", folder.string(), value));
+  };
+  server_.reset();
+  options_.shards = {disks / "a", disks / "b"};
+  Start();
+  EXPECT_EQ(get("/healthz"), "ok\n");  // neither is there before its first shard
+  v1::Job job;
+  ASSERT_TRUE(Submit({}, Chats(3), &job).ok());
+  const std::filesystem::path first = std::filesystem::path(Watch(job.id()).shards_path());
+  const std::filesystem::path one = first.parent_path();
+  const std::filesystem::path two = one == disks / "a" ? disks / "b" : disks / "a";
+  enum Place { kNothing, kEmpty, kFile, kSound };
+  for (const bool alone : {false, true}) {
+    for (const Place place : {kNothing, kEmpty, kFile, kSound}) {
+      server_.reset();
+      std::filesystem::rename(one, disks / "lost");
+      if (place == kEmpty) std::filesystem::create_directory(one);
+      if (place == kFile) std::ofstream(one) << "in the way";
+      if (place == kSound) std::filesystem::rename(disks / "lost", one);
+      options_.shards = {one};
+      if (!alone) options_.shards.push_back(two);
+      Start();
+      if (place == kSound) {
+        EXPECT_EQ(get("/healthz"), "ok\n");
+        EXPECT_THAT(get("/metrics"), up(one, 1));
+        continue;
+      }
+      const std::string said = get("/healthz");
+      EXPECT_THAT(said, HasSubstr(fmt::format("ok; shard folder {} ", one.string())));
+      EXPECT_THAT(said, HasSubstr(place == kFile ? "is a file" : first.string()));
+      EXPECT_THAT(said, HasSubstr("start the server again"));
+      EXPECT_THAT(get("/metrics"), up(one, 0));
+      // The others are used; the last one is tried all the same.
+      v1::JobOptions options;
+      options.set_name(fmt::format("{} {}", alone, static_cast<int>(place)));
+      v1::Job other;
+      ASSERT_TRUE(Submit(options, Chats(2), &other).ok());
+      other = Watch(other.id());
+      const bool failed = alone && place == kFile;
+      EXPECT_EQ(other.state(), failed ? v1::JOB_STATE_FAILED : v1::JOB_STATE_SUCCEEDED);
+      if (!alone) {
+        EXPECT_EQ(other.shards_path(), (two / other.id()).string());
+        EXPECT_THAT(get("/metrics"), up(two, 1));
+      }
+      // What is missing is not back with the next shard.
+      EXPECT_THAT(get("/metrics"), up(one, 0));
+      if (alone && !failed) {  // its shards go with the folder that they are in
+        grpc::ClientContext context;
+        v1::GetJobRequest which;
+        which.set_job(other.id());
+        v1::DeleteJobResponse gone;
+        EXPECT_TRUE(jobs_->DeleteJob(&context, which, &gone).ok());
+      }
+      server_.reset();
+      std::filesystem::remove_all(one);
+      std::filesystem::rename(disks / "lost", one);
+    }
+  }
+}
+
 TEST_F(ServerLifeTest, PagesShowJobsSamplesAndRejects) {
   v1::SampleInput hostile = testing::ChatSample("<script>alert(1)</script>", "");
   const v1::SampleInput refused = testing::IdsSample("refused", {1 << 30});
