@@ -154,6 +154,7 @@ std::vector<Command> JobCommands() {
   Command list{"list", "All jobs, newest first", "Example:\n  statetap list --json",
                [](CLI::App&) -> Runner { return List; }};
   Command watch{"watch", "Follows a job until it ends and exits as `submit --wait` does",
+                "A server that goes away, or stops answering, has two minutes to come back.\n\n"
                 "Examples:\n  statetap watch prompts.jsonl\n"
                 "  statetap watch JOB --json          # a line of JSON for every change",
                 [](CLI::App& app) -> Runner {

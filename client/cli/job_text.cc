@@ -125,9 +125,7 @@ absl::StatusOr<v1::Job> FollowJob(Context& context, const std::string& job,
     progress->Show(state);
     return true;
   };
-  const auto on_lost = [&](const absl::Status&) {
-    progress->Say("lost the server; trying again (the job is safe there)");
-  };
+  const auto on_lost = [&](const absl::Status&) { progress->Say(kLostServer); };
   absl::StatusOr<v1::Job> ended = client->WatchJob(job, on_change, on_lost);
   progress->Clear();
   if (absl::IsCancelled(ended.status()))

@@ -8,6 +8,9 @@
 
 namespace statetap {
 
+inline constexpr std::string_view kLostServer =
+    "lost the server; trying again (the job is safe there)";
+
 std::string StateName(v1::JobState state);  // "running"
 
 std::string ShardsPaths(const v1::Job& job);  // of all disks

@@ -217,8 +217,9 @@ absl::Status StreamJobs(Context& context, const StreamFlags& flags, const v1::St
   const auto progress = context.MakeProgress();
   // The header comes with the first stored sample.
   if (begun.waits) progress->ShowText("waiting for the first shard");
+  const auto on_lost = [&] { progress->Say(kLostServer); };
   STATETAP_ASSIGN_OR_RETURN(const auto receiver,
-                            FeatureReceiver::Open(*client, start, begun.known));
+                            FeatureReceiver::Open(*client, start, begun.known, on_lost));
   if (const int64_t left_out = receiver->header().left_out(); left_out > 0)
     context.Say(fmt::format("{} samples are left out, so that every rank gets as many", left_out));
   LocalCopy copy(*receiver, flags.out, begun.next_shards, shard_bytes);
@@ -273,8 +274,10 @@ absl::StatusOr<int> Stream(Context& context, const StreamFlags& flags) {
 Command StreamCommand() {
   return {
       "stream", "Receives stored samples over the network and writes shards here",
-      "Waits for samples of jobs that still run. Run it again with the same folder and it goes on "
-      "where it stopped. Several jobs come in one stream; their boundaries are the same, or "
+      "Waits for samples of jobs that still run. A server that goes away, or stops answering, has "
+      "two minutes to come back. Run it again with the same folder and it goes on where it "
+      "stopped. "
+      "Several jobs come in one stream; their boundaries are the same, or "
       "--boundaries names some that all have.\n\n"
       "Examples:\n  statetap stream prompts.jsonl --out copy/\n"
       "  statetap stream JOB --out copy/ --no-follow --server trainer-node:7070\n"

@@ -30,7 +30,7 @@ struct ClientOptions {
   std::chrono::milliseconds deadline{30'000};    // of one call without a stream
   int attempts = 4;                              // of a call that changes nothing
   std::chrono::milliseconds first_backoff{200};  // doubles up to 5 s
-  std::chrono::milliseconds patience{120'000};   // for a watched job's server to come back
+  std::chrono::milliseconds patience{120'000};   // for the server of a watch or a stream
   // While a call waits: how often the server is pinged, and how long it may take to answer before
   // every call ends with UNAVAILABLE. A server whose machine vanished is noticed within a minute.
   std::chrono::milliseconds keepalive{30'000}, keepalive_timeout{20'000};

@@ -10,6 +10,8 @@ namespace statetap {
 namespace {
 
 constexpr int64_t kMaxTokens = int64_t{1} << 31;
+// A connection that lasted longer without a header had a server that waited for its first sample.
+constexpr std::chrono::seconds kWaitedForHeader{5};
 
 SampleRecord RecordOf(const v1::SampleHeader& from) {
   SampleRecord record;
@@ -145,8 +147,9 @@ struct FeatureReceiver::Stream {
   bool finished = false;
 };
 
-FeatureReceiver::FeatureReceiver(Client& client, const v1::StreamStart& start, const Known& known)
-    : client_(client), start_(start) {
+FeatureReceiver::FeatureReceiver(Client& client, const v1::StreamStart& start, const Known& known,
+                                 std::function<void()> on_lost)
+    : client_(client), start_(start), on_lost_(std::move(on_lost)) {
   for (const auto& [job, ids] : known)
     for (const std::string& id : ids) sequences_[JobAndId(job, id)] = 0;
 }
@@ -157,11 +160,13 @@ std::string FeatureReceiver::KeyOf(const ReceivedSample& sample) const {
 
 FeatureReceiver::~FeatureReceiver() = default;
 
-absl::StatusOr<std::unique_ptr<FeatureReceiver>> FeatureReceiver::Open(Client& client,
-                                                                       const v1::StreamStart& start,
-                                                                       const Known& known) {
-  std::unique_ptr<FeatureReceiver> receiver(new FeatureReceiver(client, start, known));
-  STATETAP_RETURN_IF_ERROR(receiver->Connect());
+absl::StatusOr<std::unique_ptr<FeatureReceiver>> FeatureReceiver::Open(
+    Client& client, const v1::StreamStart& start, const Known& known,
+    std::function<void()> on_lost) {
+  std::unique_ptr<FeatureReceiver> receiver(
+      new FeatureReceiver(client, start, known, std::move(on_lost)));
+  if (const absl::Status connected = receiver->Connect(); !connected.ok())
+    STATETAP_RETURN_IF_ERROR(receiver->ConnectAgain(connected));
   return receiver;
 }
 
@@ -170,7 +175,7 @@ absl::Status FeatureReceiver::Connect() {
   stream_ = std::make_unique<Stream>(client_);
   v1::StreamFeaturesRequest request;
   *request.mutable_start() = start_;
-  stream_->rpc->Write(request);
+  reached_ = stream_->rpc->Write(request) || reached_;
   v1::StreamFeaturesResponse message;
   if (!stream_->rpc->Read(&message)) {
     const grpc::Status status = stream_->Finish();
@@ -185,26 +190,44 @@ absl::Status FeatureReceiver::Connect() {
   return absl::OkStatus();
 }
 
+absl::Status FeatureReceiver::ConnectAgain(absl::Status lost) {
+  stream_.reset();
+  // From the break on: before it the stream may have waited for hours for a job to go on.
+  auto lost_at = std::chrono::steady_clock::now();
+  while (absl::IsUnavailable(lost)) {
+    if (!reached_ && attempt_ >= client_.options().attempts) break;
+    if (reached_ && attempt_ == 1 && on_lost_ != nullptr) on_lost_();
+    STATETAP_RETURN_IF_ERROR(client_.Backoff(attempt_++));
+    const auto began = std::chrono::steady_clock::now();
+    lost = Connect();
+    if (lost.ok()) {
+      ++reconnects_;
+      return lost;
+    }
+    stream_.reset();
+    const auto now = std::chrono::steady_clock::now();
+    if (reached_ && now - began > kWaitedForHeader) {
+      lost_at = now;
+      attempt_ = 1;
+    } else if (now - lost_at > client_.options().patience) {
+      break;
+    }
+  }
+  return lost;
+}
+
 absl::StatusOr<bool> FeatureReceiver::Read(v1::StreamFeaturesResponse& message) {
-  for (int attempt = 1;; ++attempt) {
-    if (stream_ != nullptr && stream_->rpc->Read(&message)) return !message.has_end();
+  while (true) {
+    if (stream_ != nullptr && stream_->rpc->Read(&message)) {
+      attempt_ = 1;
+      return !message.has_end();
+    }
     absl::Status lost = absl::UnavailableError("the stream ended early");
     if (stream_ != nullptr) {
       if (const grpc::Status status = stream_->Finish(); !status.ok())
         lost = client_.StatusFrom(status);
     }
-    stream_.reset();
-    // From the break on: before it the stream may have waited for hours for a job to go on.
-    const auto lost_at = std::chrono::steady_clock::now();
-    while (true) {
-      if (!absl::IsUnavailable(lost)) return lost;
-      STATETAP_RETURN_IF_ERROR(client_.Backoff(attempt++));
-      lost = Connect();
-      if (lost.ok()) break;
-      stream_.reset();
-      if (std::chrono::steady_clock::now() - lost_at > client_.options().patience) return lost;
-    }
-    ++reconnects_;
+    STATETAP_RETURN_IF_ERROR(ConnectAgain(lost));
   }
 }
 

@@ -6,6 +6,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <memory>
 #include <optional>
@@ -63,9 +64,11 @@ class FeatureReceiver {
  public:
   // Ids that are already had, by job id: they are acknowledged and not handed out again.
   using Known = std::map<std::string, std::unordered_set<std::string>>;
-  static absl::StatusOr<std::unique_ptr<FeatureReceiver>> Open(Client& client,
-                                                               const v1::StreamStart& start,
-                                                               const Known& known);
+  // Waits for the header, which comes with the first stored sample. `on_lost` hears of each break,
+  // here and in Next.
+  static absl::StatusOr<std::unique_ptr<FeatureReceiver>> Open(
+      Client& client, const v1::StreamStart& start, const Known& known,
+      std::function<void()> on_lost = nullptr);
   ~FeatureReceiver();
 
   // The first. Without hidden size and boundaries where no job has a stored sample.
@@ -85,8 +88,12 @@ class FeatureReceiver {
 
  private:
   struct Stream;
-  FeatureReceiver(Client& client, const v1::StreamStart& start, const Known& known);
+  FeatureReceiver(Client& client, const v1::StreamStart& start, const Known& known,
+                  std::function<void()> on_lost);
   absl::Status Connect();
+  // After a break, of which `lost` tells: until a connection has its header, within the client's
+  // patience; in its few attempts where no server was ever reached.
+  absl::Status ConnectAgain(absl::Status lost);
   std::string KeyOf(const ReceivedSample& sample) const;
   // A message, or nothing at the end of the job; mends breaks.
   absl::StatusOr<bool> Read(v1::StreamFeaturesResponse& message);
@@ -97,6 +104,9 @@ class FeatureReceiver {
 
   Client& client_;
   v1::StreamStart start_;
+  std::function<void()> on_lost_;
+  bool reached_ = false;                     // a server, ever
+  int attempt_ = 1;                          // since a message came
   std::map<int, v1::StreamHeader> headers_;  // by job index, as they come
   std::unique_ptr<Stream> stream_;
   std::unique_ptr<ReceivedAssembler> assembler_;

@@ -466,8 +466,10 @@ TEST_F(CliTest, StreamCopiesIntoShardsAndResumes) {
   server_.jobs.boundaries = {1, 2};
   Run({"submit", Prompts(1)});
   server_.features.num_samples = 3;
+  server_.features.break_at_once = 1;
   const Outcome first = Run({"stream", "job-1", "--out", out, "--json"});
   ASSERT_EQ(first.code, kExitDone) << first.err;
+  EXPECT_THAT(first.err, HasSubstr("lost the server; trying again"));
   EXPECT_EQ(ParseOut(first)["samples"], 3);
   server_.features.num_samples = 5;
   const Outcome more = Run({"stream", "job-1", "--out", out, "--json"});

@@ -170,6 +170,7 @@ class FakeFeatures : public v1::Features::Service {
   std::atomic<int> num_samples = 5;
   std::atomic<int> break_after = -1;     // samples until the first stream breaks, once
   std::chrono::milliseconds silence{0};  // before that break
+  std::atomic<int> break_at_once = 0;    // streams that break before their header
   std::atomic<bool> damage = false;      // flips a bit of every sample
   std::atomic<uint64_t> acked = 0;       // samples, over all streams of the group
   std::atomic<uint64_t> credit = 0;
@@ -205,6 +206,10 @@ class FakeFeatures : public v1::Features::Service {
     v1::StreamFeaturesRequest request;
     if (!stream->Read(&request) || !request.has_start())
       return {grpc::StatusCode::INVALID_ARGUMENT, "start must come first"};
+    if (break_at_once > 0) {
+      --break_at_once;
+      return {grpc::StatusCode::UNAVAILABLE, "the server restarts"};
+    }
     const auto first = static_cast<int>(acked.load());
     WriteHeader(num_samples - first, [&](const auto& message) { stream->Write(message); });
     const int broken = break_after.exchange(-1);

@@ -82,6 +82,26 @@ TEST_F(FeatureReceiverTest, PatienceBeginsWithTheBreak) {
   EXPECT_EQ(receiver->reconnects(), 1);
 }
 
+// The header comes with the first stored sample, perhaps hours later.
+TEST_F(FeatureReceiverTest, ABreakBeforeTheHeaderIsMendedToo) {
+  server_.features.break_at_once = 6;  // more than the attempts at a server that never answered
+  server_.features.break_after = 3;
+  int lost = 0;
+  ASSERT_OK_AND_ASSIGN(const auto receiver,
+                       FeatureReceiver::Open(*client_, start_, {}, [&] { ++lost; }));
+  EXPECT_EQ(lost, 1);
+  EXPECT_EQ(Drain(*receiver).size(), 5u);
+  EXPECT_EQ(lost, 2);
+}
+
+TEST_F(FeatureReceiverTest, AServerThatNeverAnsweredIsNotWaitedFor) {
+  const std::string gone = FakeServer().address();
+  client_ = *Client::Create(gone, {.first_backoff = std::chrono::milliseconds(1)});
+  const auto on_lost = [] { ADD_FAILURE() << "there was none"; };
+  EXPECT_THAT(FeatureReceiver::Open(*client_, start_, {}, on_lost),
+              StatusIs(absl::StatusCode::kUnavailable, "cannot reach a server at " + gone));
+}
+
 TEST_F(FeatureReceiverTest, AnotherOrderAfterABreakAcknowledgesNothingTooEarly) {
   server_.features.break_after = 3;
   server_.features.rotate = 3;  // then s3, s4, s0, s1, s2
