@@ -122,7 +122,9 @@ void AddOptions(CLI::App& app, ServerConfig& config, double& kv_cache_gib, std::
   app.add_option("--backend", engine.backend, "auto, cpu or cuda")
       ->check(CLI::IsMember({"auto", "cpu", "cuda"}))
       ->capture_default_str();
-  app.add_option("--tp", engine.ranks, "Ranks (default: the GPUs there are, 1 on CPU)")
+  app.add_option("--tp", engine.ranks,
+                 "Ranks (default: the GPUs there are, 1 on CPU); more ranks than GPUs share them, "
+                 "with a warning")
       ->check(CLI::Range(1, 64));
   app.add_option("--kernels", engine.kernels, "auto, portable or hopper; the CPU has one kind")
       ->check(CLI::IsMember({"auto", "portable", "hopper"}))

@@ -19,6 +19,7 @@
 #include "extractor/base/worker_pool.h"
 #include "extractor/engine/rank_group.h"
 #include "extractor/engine/scheduler.h"
+#include "extractor/engine/shared_gpus.h"
 #include "extractor/engine/warm_up.h"
 #include "extractor/model/transformer.h"
 
@@ -109,10 +110,11 @@ absl::StatusOr<std::vector<std::unique_ptr<Backend>>> MakeBackends(const EngineO
 }
 
 // Behind a device's message, most often that its memory is too small.
-std::string_view Remedy(std::string_view what) {
+std::string Remedy(std::string_view what, const std::string& shared_gpus) {
   const bool memory = what.find("memory") != what.npos || what.find("alloc") != what.npos;
-  return memory ? "; more ranks (--tp), a smaller --kv-cache-gib or --max-batch-tokens take less"
-                : "";
+  if (!memory) return "";
+  return fmt::format("; {} a smaller --kv-cache-gib or --max-batch-tokens take less",
+                     shared_gpus.empty() ? "more ranks (--tp)," : shared_gpus + ";");
 }
 
 // What the ranks' threads work with: theirs too, as a stuck one may be left behind.
@@ -180,6 +182,7 @@ class EngineImpl final : public Engine {
   absl::Status Run(SampleSource& source, HiddenStateSink& sink) override;
   const EngineInfo& info() const override { return info_; }
   const EngineOptions& options() const override { return options_; }
+  const std::string& shared_gpus() const { return shared_gpus_; }
 
  private:
   absl::Status WarmUp(const Scheduler::Limits& limits, int num_boundaries);
@@ -199,6 +202,7 @@ class EngineImpl final : public Engine {
   bool Sharded(int num_tokens) const;
 
   EngineOptions options_;
+  std::string shared_gpus_;  // what is warned of, or empty
   EngineInfo info_;
   ModelConfig config_;
   const std::shared_ptr<Ranks> ranks_ = std::make_shared<Ranks>();
@@ -216,9 +220,15 @@ absl::Status EngineImpl::Load(const CheckpointIndex& checkpoint, const EngineOpt
   config_ = checkpoint.config();
   const auto experts = options.experts == EngineOptions::Experts::kTensor ? ExpertLayout::kTensor
                                                                           : ExpertLayout::kExpert;
-  STATETAP_ASSIGN_OR_RETURN(
-      const ParallelLayout layout,
-      ParallelLayout::Make(config_, options.ranks, experts, checkpoint.quantized()));
+  const auto layout_of = [&](int ranks) {
+    return ParallelLayout::Make(config_, ranks, experts, checkpoint.quantized());
+  };
+  STATETAP_ASSIGN_OR_RETURN(const ParallelLayout layout, layout_of(options.ranks));
+  if (const int gpus = GpusHere(); options.backend == "cuda" && gpus > 0) {
+    shared_gpus_ =
+        SharedGpus(options.ranks, gpus, [&](int ranks) { return layout_of(ranks).ok(); });
+    if (!shared_gpus_.empty()) LogWarning("{}", shared_gpus_);
+  }
   STATETAP_ASSIGN_OR_RETURN(ranks_->backends, MakeBackends(options));
   const auto& backends = ranks_->backends;
 
@@ -298,9 +308,9 @@ absl::Status EngineImpl::WarmUp(const Scheduler::Limits& limits, int num_boundar
         });
     if (ran.ok()) continue;
     const std::string_view what = MessageOf(ran);
-    status_ =
-        absl::Status(ran.code(), fmt::format("warming up, step {} of {} ({} tokens): {}{}", i + 1,
-                                             plans->size(), plan.num_tokens(), what, Remedy(what)));
+    status_ = absl::Status(
+        ran.code(), fmt::format("warming up, step {} of {} ({} tokens): {}{}", i + 1, plans->size(),
+                                plan.num_tokens(), what, Remedy(what, shared_gpus_)));
     return status_;
   }
   const std::chrono::duration<double> took = std::chrono::steady_clock::now() - begin;
@@ -564,9 +574,9 @@ absl::StatusOr<std::unique_ptr<Engine>> Engine::Open(const CheckpointIndex& chec
   try {
     STATETAP_RETURN_IF_ERROR(engine->Load(checkpoint, options));
   } catch (const std::exception& error) {  // a device fault: most often its memory is too small
-    return absl::ResourceExhaustedError(
-        fmt::format("cannot load {} ranks on backend {}: {}{}", engine->options().ranks,
-                    engine->options().backend, error.what(), Remedy(error.what())));
+    return absl::ResourceExhaustedError(fmt::format(
+        "cannot load {} ranks on backend {}: {}{}", engine->options().ranks,
+        engine->options().backend, error.what(), Remedy(error.what(), engine->shared_gpus())));
   }
   return engine;
 }
