@@ -277,8 +277,11 @@ absl::StatusOr<int> ReportJob(Context& context, const v1::Job& job, bool wait,
                     EnumName(*v1::JobState_descriptor()->FindValueByNumber(job.state()))));
   }
   if (job.duplicates() > 0)
-    context.Say(fmt::format("{} lines repeat an id with the same content and count once",
-                            FormatCount(job.duplicates())));
+    context.Say(fmt::format(
+        "{} repeat{} an id with the same content: each id counts once, with its first line's "
+        "source, meta and split",
+        job.duplicates() == 1 ? "1 line" : FormatCount(job.duplicates()) + " lines",
+        job.duplicates() == 1 ? "s" : ""));
   // The id comes first and alone, so that it is known whatever happens while waiting.
   if (!context.json) context.out << job.id() << '\n' << std::flush;
   if (!wait) {
@@ -341,7 +344,7 @@ absl::StatusOr<int> Submit(Context& context, const SubmitFlags& flags) {
 Command SubmitCommand() {
   return {
       "submit", "Checks files of prompts or chats, uploads them and prints the job's id",
-      "Input: JSON lines (.jsonl, also gzip or zstd; - is standard input), each one of\n"
+      "Input: JSON lines (.jsonl, also gzip or zstd, or a pipe; - is standard input), each one of\n"
       "  {\"id\", \"messages\": [...], \"tools\": [...]}         a chat\n"
       "  {\"id\", \"prompt\": \"text\"}                          raw text\n"
       "  {\"id\", \"input_ids\": [...], \"loss_mask\": [...]}    token ids\n"

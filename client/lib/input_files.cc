@@ -1,5 +1,6 @@
 #include "client/lib/input_files.h"
 
+#include <fcntl.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -27,15 +28,15 @@ bool IsBlank(std::string_view line) {
   return line.find_first_not_of(" \t\r") == std::string_view::npos;
 }
 
-// A copy of standard input without a name; the caller owns the descriptor.
-absl::StatusOr<int> SpoolStdin() {
-  std::string name = (std::filesystem::temp_directory_path() / "statetap-stdin-XXXXXX").string();
+// A copy, without a name, of what `from` gives; the caller owns the descriptor.
+absl::StatusOr<int> Spool(int from, const std::string& source) {
+  std::string name = (std::filesystem::temp_directory_path() / "statetap-input-XXXXXX").string();
   const int copy = ::mkstemp(name.data());
-  if (copy < 0) return ErrnoStatus(errno, "create a copy of standard input", name);
+  if (copy < 0) return ErrnoStatus(errno, fmt::format("create a copy of {}", source), name);
   ::unlink(name.c_str());
   std::array<char, 1 << 16> block;
   while (true) {
-    const ssize_t count = ::read(STDIN_FILENO, block.data(), block.size());
+    const ssize_t count = ::read(from, block.data(), block.size());
     if (count == 0) return copy;
     if (count < 0 && errno == EINTR) continue;
     for (ssize_t done = 0; done < count;) {
@@ -44,16 +45,24 @@ absl::StatusOr<int> SpoolStdin() {
       if (wrote < 0) {
         const int error = errno;
         ::close(copy);
-        return ErrnoStatus(error, "copy standard input to", name);
+        return ErrnoStatus(error, fmt::format("copy {} to", source), name);
       }
       done += wrote;
     }
     if (count < 0) {
       const int error = errno;
       ::close(copy);
-      return ErrnoStatus(error, "read", kStdin);
+      return ErrnoStatus(error, "read", source);
     }
   }
+}
+
+absl::StatusOr<int> SpoolPipe(const std::string& path) {
+  const int pipe = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
+  if (pipe < 0) return ErrnoStatus(errno, "open", path);
+  absl::StatusOr<int> copy = Spool(pipe, path);
+  ::close(pipe);
+  return copy;
 }
 
 // Lines of one file: gathered, parsed on all cores, visited in order.
@@ -126,7 +135,9 @@ absl::StatusOr<std::unique_ptr<InputFiles>> InputFiles::Open(
     Entry entry{path, std::filesystem::path(path).filename().string()};
     if (path == "-") {
       entry.source = kStdin;
-      STATETAP_ASSIGN_OR_RETURN(entry.spooled, SpoolStdin());
+      STATETAP_ASSIGN_OR_RETURN(entry.spooled, Spool(STDIN_FILENO, std::string(kStdin)));
+    } else if (std::error_code ignored; std::filesystem::is_fifo(path, ignored)) {
+      STATETAP_ASSIGN_OR_RETURN(entry.spooled, SpoolPipe(path));
     }
     files->entries_.push_back(entry);
     STATETAP_RETURN_IF_ERROR(files->Reader(entry).status());
@@ -144,8 +155,9 @@ absl::StatusOr<std::unique_ptr<LineReader>> InputFiles::Reader(const Entry& entr
   // The duplicate shares the offset, so one reader at a time.
   ::lseek(entry.spooled, 0, SEEK_SET);
   const int copy = ::dup(entry.spooled);
-  if (copy < 0) return ErrnoStatus(errno, "open", kStdin);
-  return LineReader::FromDescriptor(copy, std::string(kStdin), {});
+  const std::string name = entry.path == "-" ? std::string(kStdin) : entry.path;
+  if (copy < 0) return ErrnoStatus(errno, "open", name);
+  return LineReader::FromDescriptor(copy, name, {});
 }
 
 absl::Status InputFiles::ForEach(const std::function<absl::Status(InputLine)>& visit,

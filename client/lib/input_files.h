@@ -1,5 +1,5 @@
-// The files of a submission, line by line, as often as needed. Standard input ("-") is kept in an
-// unnamed temporary file so that it can be read twice.
+// The files of a submission, line by line, as often as needed. Standard input ("-") and other pipes
+// are kept in unnamed temporary files so that they can be read twice.
 #pragma once
 
 #include <cstdint>
@@ -68,14 +68,14 @@ class InputFiles {
   absl::StatusOr<InputSummary> Validate(
       const std::function<bool(int64_t done, int64_t total)>& progress) const;
 
-  // "prompts.jsonl", "a.jsonl+b.jsonl"; empty for standard input alone: the job is named by its
+  // "prompts.jsonl", "a.jsonl+b.jsonl"; empty where a pipe is among them: the job is named by its
   // content then.
   std::string DefaultName() const;
 
  private:
   struct Entry {
     std::string path, source;
-    int spooled = -1;  // standard input's copy
+    int spooled = -1;  // a pipe's copy
   };
   absl::StatusOr<std::unique_ptr<LineReader>> Reader(const Entry& entry) const;
   std::vector<Entry> entries_;

@@ -1,9 +1,11 @@
 #include "client/lib/input_files.h"
 
+#include <sys/stat.h>
 #include <zlib.h>
 #include <zstd.h>
 
 #include <fstream>
+#include <thread>
 
 #include "client/lib/line_reader.h"
 #include "tests/support/status_matchers.h"
@@ -141,6 +143,27 @@ TEST(InputFilesTest, ValidateCountsAndPlacesFaults) {
   EXPECT_EQ(summary.kinds.at(LineKind::kPrompt).first.line, 1);
   EXPECT_EQ(summary.kinds.at(LineKind::kTokens).first.file, a);
   EXPECT_EQ(files->DefaultName(), "a.jsonl+b.jsonl");
+}
+
+// As `statetap submit <(program)` gives them: nothing can be read twice from these.
+TEST(InputFilesTest, APipeIsReadAsOftenAsAFile) {
+  const TempDir dir;
+  const std::string path = dir / "pipe";
+  ASSERT_EQ(mkfifo(path.c_str(), 0600), 0);
+  std::thread writer([&] {
+    std::ofstream out(path);
+    for (int i = 0; i < 20000; ++i) out << "{\"prompt\": \"number " << i << "\"}\n";
+  });
+  const auto files = InputFiles::Open({path});
+  writer.join();
+  ASSERT_OK(files);
+  for (int pass = 0; pass < 2; ++pass) {
+    ASSERT_OK_AND_ASSIGN(const InputSummary summary, (*files)->Validate(nullptr));
+    EXPECT_EQ(summary.samples, 20000);
+    EXPECT_EQ(summary.faulty_lines, 0);
+    EXPECT_EQ(summary.samples_by_source.at("pipe"), 20000);
+  }
+  EXPECT_EQ((*files)->DefaultName(), "");
 }
 
 TEST(InputFilesTest, LineOf100MBIsASampleForTheServerToJudge) {
