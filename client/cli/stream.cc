@@ -146,6 +146,7 @@ class LocalCopy {
   int shards_ = 0;
 };
 
+// `total`: 0 where unknown.
 absl::Status Receive(FeatureReceiver& receiver, LocalCopy& copy, Meter& meter, Progress& progress,
                      int64_t total) {
   while (true) {
@@ -162,13 +163,14 @@ absl::Status Receive(FeatureReceiver& receiver, LocalCopy& copy, Meter& meter, P
   }
 }
 
-// What the folder has of the jobs, and whether there is nothing to show yet.
+// What the folder has of the jobs, and how they stand.
 struct Begun {
   std::vector<std::string> jobs;  // ids
   FeatureReceiver::Known known;
   std::map<std::string, int> next_shards;
   int64_t had = 0;
-  bool waits = true;
+  bool waits = true;  // for a first sample
+  bool ended = true;  // all of them: nothing is added
 };
 absl::StatusOr<Begun> LookAt(Client& client, const StreamFlags& flags) {
   Begun begun;
@@ -181,6 +183,7 @@ absl::StatusOr<Begun> LookAt(Client& client, const StreamFlags& flags) {
     begun.next_shards[job.id()] = part.next_shard;
     begun.had += static_cast<int64_t>(part.ids.size());
     begun.known[job.id()] = std::move(part.ids);
+    begun.ended = begun.ended && IsTerminal(job.state());
     begun.waits = begun.waits && job.counts().stored() == 0 && !IsTerminal(job.state());
   }
   return begun;
@@ -224,8 +227,9 @@ absl::Status StreamJobs(Context& context, const StreamFlags& flags, const v1::St
     context.Say(fmt::format("{} samples are left out, so that every rank gets as many", left_out));
   LocalCopy copy(*receiver, flags.out, begun.next_shards, shard_bytes);
   Meter meter;
-  const absl::Status received =
-      Receive(*receiver, copy, meter, *progress, receiver->header().remaining());
+  // Of a job that goes on it is not known how many it will have.
+  const int64_t total = begun.ended || flags.no_follow ? receiver->header().remaining() : 0;
+  const absl::Status received = Receive(*receiver, copy, meter, *progress, total);
   progress->Clear();
   const absl::Status closed = received.ok() ? receiver->Close() : absl::OkStatus();
   Report(context, flags, begun, meter, copy, start.group());
