@@ -94,19 +94,18 @@ void Progress::Show(const v1::Job& job) {
 }
 
 void Progress::ShowShare(std::string_view text, int64_t done, int64_t total) {
+  if (!Due(First::kLater)) return;
   if (style_ != Style::kBar || total <= 0) return ShowText(std::string(text));
   const double share = static_cast<double>(done) / static_cast<double>(total);
   ShowText(fmt::format("▕{}▏ {}", Bar(share, kMaxBar), text));
 }
 
 void Progress::ShowBytes(std::string_view what, int64_t done, int64_t total) {
-  if (!Due(First::kLater)) return;
   const std::string of = total > 0 ? " of " + FormatBytes(total) : "";
   ShowShare(fmt::format("{} {}{}", what, FormatBytes(done), of), done, total);
 }
 
 void Progress::ShowCount(std::string_view what, int64_t done, int64_t total) {
-  if (!Due(First::kLater)) return;
   const std::string of = total > 0 ? " of " + FormatCount(total) : "";
   ShowShare(fmt::format("{} {}{}", what, FormatCount(done), of), done, total);
 }

@@ -30,6 +30,7 @@ class Progress {
   // Another state or message than before is shown at once: a job may say nothing for long after it.
   void Show(const v1::Job& job);
   // `total` 0: unknown.
+  void ShowShare(std::string_view text, int64_t done, int64_t total);
   void ShowBytes(std::string_view what, int64_t done, int64_t total);
   void ShowCount(std::string_view what, int64_t done, int64_t total);
   void ShowText(const std::string& text);
@@ -41,7 +42,6 @@ class Progress {
   // Not more often than people can read; what is over at once is not shown at all.
   enum class First { kAtOnce, kLater };
   bool Due(First first);
-  void ShowShare(std::string_view text, int64_t done, int64_t total);
   std::ostream& err_;
   Style style_;
   int width_;

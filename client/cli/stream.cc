@@ -83,11 +83,13 @@ class Meter {
     for (const auto& states : sample.states)
       bytes_ += static_cast<int64_t>(states.size() * sizeof(uint16_t));
   }
-  std::string Describe() const {
+  // `total`: 0 where unknown.
+  std::string Describe(int64_t total) const {
     const double seconds = std::max(
         1e-9, std::chrono::duration<double>(std::chrono::steady_clock::now() - begin_).count());
-    return fmt::format("{} samples, {} · {} samples/s, {:.1f} MB/s", FormatCount(samples_),
-                       FormatBytes(bytes_), FormatRate(static_cast<double>(samples_) / seconds),
+    return fmt::format("{}{} samples, {} · {} samples/s, {:.1f} MB/s", FormatCount(samples_),
+                       total > 0 ? " of " + FormatCount(total) : "", FormatBytes(bytes_),
+                       FormatRate(static_cast<double>(samples_) / seconds),
                        static_cast<double>(bytes_) / seconds / 1e6);
   }
   int64_t samples() const { return samples_; }
@@ -159,7 +161,7 @@ absl::Status Receive(FeatureReceiver& receiver, LocalCopy& copy, Meter& meter, P
     if (!sample->has_value()) return copy.Commit();
     STATETAP_RETURN_IF_ERROR(copy.Write(**sample));
     meter.Count(**sample);
-    progress.ShowCount(meter.Describe(), meter.samples(), total);
+    progress.ShowShare(meter.Describe(total), meter.samples(), total);
   }
 }
 
@@ -202,7 +204,7 @@ void Report(Context& context, const StreamFlags& flags, const Begun& begun, cons
     return;
   }
   context.out << fmt::format(
-      "{}: {} into {} shard{} in {}{}\n", fmt::join(begun.jobs, ", "), meter.Describe(),
+      "{}: {} into {} shard{} in {}{}\n", fmt::join(begun.jobs, ", "), meter.Describe(0),
       copy.shards(), copy.shards() == 1 ? "" : "s", flags.out,
       begun.had > 0 ? fmt::format(" ({} were there)", FormatCount(begun.had)) : "");
 }
