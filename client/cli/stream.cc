@@ -10,6 +10,7 @@
 #include "client/cli/job_text.h"
 #include "client/cli/local_shards.h"
 #include "client/lib/feature_receiver.h"
+#include "client/lib/proto_json.h"
 #include "client/lib/stream_config.h"
 #include "extractor/base/digest.h"
 #include "extractor/base/file.h"
@@ -171,8 +172,8 @@ struct Begun {
   FeatureReceiver::Known known;
   std::map<std::string, int> next_shards;
   int64_t had = 0;
-  bool waits = true;  // for a first sample
-  bool ended = true;  // all of them: nothing is added
+  bool waits = true;                 // for a first sample
+  std::vector<std::string> unended;  // "job-1 is running": they may get more
 };
 absl::StatusOr<Begun> LookAt(Client& client, const StreamFlags& flags) {
   Begun begun;
@@ -185,7 +186,10 @@ absl::StatusOr<Begun> LookAt(Client& client, const StreamFlags& flags) {
     begun.next_shards[job.id()] = part.next_shard;
     begun.had += static_cast<int64_t>(part.ids.size());
     begun.known[job.id()] = std::move(part.ids);
-    begun.ended = begun.ended && IsTerminal(job.state());
+    if (!IsTerminal(job.state()))
+      begun.unended.push_back(
+          fmt::format("{} is {}", job.id(),
+                      EnumName(*v1::JobState_descriptor()->FindValueByNumber(job.state()))));
     begun.waits = begun.waits && job.counts().stored() == 0 && !IsTerminal(job.state());
   }
   return begun;
@@ -221,7 +225,12 @@ absl::Status StreamJobs(Context& context, const StreamFlags& flags, const v1::St
   }
   const auto progress = context.MakeProgress();
   // The header comes with the first stored sample.
-  if (begun.waits) progress->ShowText("waiting for the first shard");
+  if (flags.shuffle && !begun.unended.empty() && !flags.no_follow) {
+    progress->ShowText(fmt::format("a shuffled stream begins when its jobs have ended: {}",
+                                   fmt::join(begun.unended, ", ")));
+  } else if (begun.waits) {
+    progress->ShowText("waiting for the first shard");
+  }
   const auto on_lost = [&] { progress->Say(kLostServer); };
   STATETAP_ASSIGN_OR_RETURN(const auto receiver,
                             FeatureReceiver::Open(*client, start, begun.known, on_lost));
@@ -230,7 +239,8 @@ absl::Status StreamJobs(Context& context, const StreamFlags& flags, const v1::St
   LocalCopy copy(*receiver, flags.out, begun.next_shards, shard_bytes);
   Meter meter;
   // Of a job that goes on it is not known how many it will have.
-  const int64_t total = begun.ended || flags.no_follow ? receiver->header().remaining() : 0;
+  const int64_t total =
+      begun.unended.empty() || flags.no_follow ? receiver->header().remaining() : 0;
   const absl::Status received = Receive(*receiver, copy, meter, *progress, total);
   progress->Clear();
   const absl::Status closed = received.ok() ? receiver->Close() : absl::OkStatus();

@@ -461,6 +461,16 @@ TEST_F(CliTest, AskStreamsTheAnswer) {
   EXPECT_EQ(ParseOut(Run({"ask", "x", "--json"}))["text"], "Belgrade");
 }
 
+TEST_F(CliTest, AShuffledStreamSaysWhatItWaitsFor) {
+  const std::string out = (dir_ / "copy").string();
+  server_.jobs.boundaries = {1, 2};
+  server_.jobs.end_state = v1::JOB_STATE_PAUSED;
+  Run({"submit", Prompts(1)});
+  EXPECT_THAT(Run({"stream", "job-1", "--out", out, "--shuffle", "7"}).err,
+              HasSubstr("begins when its jobs have ended: job-1 is paused"));
+  EXPECT_THAT(Run({"stream", "job-1", "--out", out}).err, Not(HasSubstr("shuffled")));
+}
+
 TEST_F(CliTest, StreamCopiesIntoShardsAndResumes) {
   const std::string out = (dir_ / "copy").string();
   server_.jobs.boundaries = {1, 2};
